@@ -26,7 +26,7 @@ def test_the_check_of_a_gpu_runs_without_one_and_reports_each_part(tmp_path):
     ]
     assert "failed" not in report.lower() and "cannot" not in report
     one, several = parts[3:]
-    assert "host time" in one and "one rank over NCCL" in one and "2 ranks over gloo" in several
+    assert "host time" in one and "one rank over NCCL" in one and "2 ranks that share the card, over gloo" in several
     for part in (one, several):
         sizes = ["small", "large"] if part is one else ["small"]
         compared_of = part.split("time of a step of these layers")[1:]

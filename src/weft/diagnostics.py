@@ -54,12 +54,12 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         slab          bytes of the slab: one allocation, in which the memory plan places the buffers
         lower bound   the most bytes in use at once in the steps that the plan covers: no plan can take less
         plans         number of memory plans made so far
-        allocations   number of allocations: of a slab, or of one buffer outside of it
+        allocations   number of allocations; each is a slab or one buffer outside of it
         fallbacks     how often, since the first plan, a buffer found no free place in the slab
     """
     mine = units_of(model)
     roots = [driver for driver in drivers_under([model]) if driver.root is driver and driver.runtime is not None]
-    kept = [unit for root in roots for unit in root.engine.units]  # also of modules that were replaced
+    kept = [unit for root in roots for unit in root.engine.units]  # units of replaced modules count too
     units = list(dict.fromkeys([*mine, *kept]))
     persistent, offloaded = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
     for unit in units:
@@ -117,7 +117,7 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     units, what = units_of(model), "search for values that are not finite"
     found, parts = _nonfinite_here(model), parts_of(model)
     ways: list[tuple[list[dist.ProcessGroup], int]] = []
-    if any(unit.groups for unit in units):  # otherwise it is a stage without parameters
+    if any(unit.groups for unit in units):  # a pipeline stage without parameters has no groups
         ways.append((groups_to_all_ranks(model), min(group.channel for unit in units for group in unit.groups)))
     if parts is not None and parts.group is not None:
         ways.append(([parts.group], parts.channel))
@@ -152,14 +152,14 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
     for number in sorted(suspects):
         name, unit, what, tensor = tensors[number]
         nan, inf = (int(count(tensor).sum()) for count in (torch.isnan, torch.isinf))
-        if nan or inf:  # if neither, all elements are finite, and only their norm was too large for its dtype
+        if nan or inf:  # if both are 0, the elements are finite, and only their norm overflowed float32
             found.append(Nonfinite(name, unit, what, dist.get_rank(), nan, inf, stages.get(name)))
     return found
 
 
 def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return process groups such that reducing a value over each of them in turn reaches all ranks of the model. In a
-    pipeline, it reaches only the ranks that have the same stages as this rank."""
+    """Return process groups. If a value is reduced over each of them in turn, the result covers all ranks of the model
+    or, in a pipeline, all ranks that have the same stages as this rank."""
     groups = [group for unit in units_of(model) for group in unit.groups]
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
     reached = [group_of(mesh, axis) for axis in range(mesh.ndim)]

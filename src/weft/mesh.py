@@ -168,7 +168,7 @@ def forget_meshes() -> None:
     and `gc.collect()`, in this order.
     """
     _worlds.clear()
-    for function in vars(functional).values():  # some have the default group at import time as a default
+    for function in vars(functional).values():  # some defaults of arguments are the default group at import time
         if isinstance(function, FunctionType) and function.__defaults__:
             function.__defaults__ = tuple(
                 None if isinstance(each, dist.ProcessGroup) else each for each in function.__defaults__
@@ -243,7 +243,8 @@ def _fit(world: int, etp: int, **axes: int) -> int:
 
 
 class Parts(Protocol):
-    """The interface of `weft.pipeline.Cut`, the stages of a model, for modules that do not import `weft.pipeline`."""
+    """The interface of `weft.pipeline.Cut`, which describes the stages of a model. Modules that do not import
+    `weft.pipeline` use it."""
 
     group: Any
     """The process group of the ranks that hold the stages; None if this rank holds all of them."""

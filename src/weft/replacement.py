@@ -1,7 +1,7 @@
 """`drop_in()`: replaces torch's FSDP2 with weft in programs whose imports cannot be changed.
 
-Code that looks up `torch.distributed.fsdp.fully_shard` finds weft's function. In libraries that have already imported
-torch's function, it is replaced too. torch's private modules, which define it, keep torch's function. Policies are not
+Code that looks up `torch.distributed.fsdp.fully_shard` finds weft's function. Libraries that have already imported
+torch's function get weft's too. Only torch's private modules, which define torch's function, keep it. Policies are not
 replaced, because weft accepts torch's. Checkpoints, optimizers, clipping and Distributed State Dicts need no
 replacement.
 """
@@ -17,7 +17,7 @@ from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_me
 
 _NAMES: tuple[Any, ...] = (fully_shard, FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx)
 _OURS = {id(getattr(torch_fsdp, ours.__name__)): ours for ours in _NAMES}
-"""weft's objects, by the ids of the torch objects that they replace. torch's private modules keep those alive."""
+"""Maps the id of each replaced torch object to weft's. torch's private modules keep the torch objects alive."""
 _DEFINING = "torch.distributed.fsdp._fully_shard."
 
 

@@ -1,4 +1,4 @@
-"""Weak references, which avoid reference cycles: units, runtimes and buffers are freed without garbage collection."""
+"""Weak references, which avoid reference cycles, so that units, runtimes and buffers need no garbage collection."""
 
 import weakref
 from collections.abc import Callable, Iterable

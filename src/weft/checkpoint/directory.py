@@ -62,8 +62,8 @@ def identity(directory: Path) -> str:
 def identify(directory: Path) -> str:
     """Return the identity of the run whose checkpoints are in `directory`.
 
-    If `.run` holds no identity, first write it: the identity in the newest readable manifest, or a new one if that
-    manifest has none or no manifest is readable.
+    If `.run` holds no identity, first write one to it: the identity in the newest readable manifest. If there is no
+    such manifest, or if it has no identity, write a new identity.
     """
     if known := identity(directory):
         return known
@@ -82,8 +82,8 @@ def identify(directory: Path) -> str:
 
 
 def require_own(checkpoint: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError if another run wrote `checkpoint`: if the identity in `manifest` differs from that in the
-    file `.run` beside the checkpoint. If either identity is missing, do nothing."""
+    """Raise CheckpointError if the identity in `manifest` differs from the one in the file `.run` beside `checkpoint`,
+    because another run then wrote the checkpoint. If either identity is missing, do nothing."""
     own = identity(checkpoint.parent)
     if own and manifest.run and manifest.run != own:
         raise CheckpointError(

@@ -27,7 +27,7 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
     of all files are checked. With `verify_content`, every file is also read and compared with its checksums.
 
     Raises ValueError if `path` is not a checkpoint and contains none, not even an incomplete one. Raises
-    CheckpointError if a checkpoint is damaged; for a folder or a run directory, after the tables are printed.
+    CheckpointError if a checkpoint is damaged. For a folder or a run directory, the tables are printed first.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _ONE_LINE)
     if (path / MANIFEST).is_file():

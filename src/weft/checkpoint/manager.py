@@ -41,9 +41,9 @@ class CheckpointManager:
 
     A save is written to a new folder and flushed. After every rank has confirmed its part, one rename makes the folder
     a checkpoint. Then old checkpoints are deleted, except the newest `keep` and those of the steps in `protected`. If
-    `load` skipped a checkpoint, those that existed at that time are kept too. All ranks of `process_group` (default:
-    all ranks) must make the same calls in the same order, each with its own part of the state. A single process needs
-    no process group.
+    `load` skipped a checkpoint, all checkpoints that existed at that time are kept too. All ranks of `process_group`
+    (default: all ranks) must make the same calls in the same order, each with its own part of the state. A single
+    process needs no process group.
 
     `progress` is called on the first rank with a line of text: about each save, about each checkpoint that `load`
     skips, and before a wait for another run to release the directory. For an asynchronous save, the background thread
@@ -99,10 +99,10 @@ class CheckpointManager:
     def claim(self) -> None:
         """Become the only writer of the directory until `close`, and remove leftovers of killed saves and deletions.
 
-        Calling this is optional, because the first `save` claims the directory too. But only `claim` tries every file
-        operation of a save with a small file, so a run can find out before training whether it can save. Raises
-        CheckpointError if another run still holds the directory after 30 seconds, if a file operation fails, or if a
-        rank does not see the file.
+        Calling this is optional, because the first `save` claims the directory too. But only `claim` writes a small
+        test file, with every file operation of a save, so a run can find out before training whether it can save.
+        Raises CheckpointError if another run still holds the directory after 30 seconds, if a file operation fails, or
+        if a rank does not see the test file.
         """
         self.wait()
         self._prepare(None)
@@ -127,9 +127,9 @@ class CheckpointManager:
         `load`, `claim`, `wait` or `close` raises CheckpointError with the failure's message. Without `asynchronous`,
         returns when the checkpoint is complete.
 
-        `committed` is called on the first rank when the checkpoint is complete; with `asynchronous`, from the
-        background thread. Raises CheckpointError if another run still holds the directory after 30 seconds, or if a
-        checkpoint of `step` already exists, unless the last `load` skipped that checkpoint: `save` then renames it.
+        `committed` is called on the first rank when the checkpoint is complete; with `asynchronous`, the background
+        thread calls it. If a checkpoint of `step` already exists, raises CheckpointError or, if the last `load` skipped
+        that checkpoint, renames it. Raises CheckpointError if another run still holds the directory after 30 seconds.
         """
         self.wait()
         self._prepare(step)
@@ -188,15 +188,15 @@ class CheckpointManager:
         skips any, later saves of this manager delete none of the checkpoints that existed during the load. If a
         training run deletes a checkpoint during the load because it has saved newer ones, `load` tries the newer ones.
 
-        Raises CheckpointError if the checkpoint does not exist, is damaged or belongs to another run. Without `step`,
-        it is raised only if this is true of all checkpoints. A damaged checkpoint may already have filled a part of
-        `state`. Raises CheckpointMismatch, before `state` is changed, if keys, shapes or dtypes in `state` differ from
-        the stored ones. The message lists the missing keys, the unexpected keys and the keys with another shape or
-        dtype, at most 20 of each.
+        With `step`, raises CheckpointError if the checkpoint does not exist, is damaged or belongs to another run.
+        Without `step`, raises it only if no checkpoint can be loaded. A damaged checkpoint may already have filled a
+        part of `state`. Raises CheckpointMismatch, before `state` is changed, if keys, shapes or dtypes in `state`
+        differ from the stored ones. The message lists the missing keys, the unexpected keys and the keys with another
+        shape or dtype, at most 20 of each.
 
         An error in an object's `load_state_dict` is raised unchanged on the rank where it occurs. The other ranks raise
-        the same error if it is one of weft's errors. Otherwise they raise a RuntimeError with the rank, and the type
-        and the message of the error.
+        the same error if it is one of weft's errors. For any other error, they raise a RuntimeError whose message names
+        the rank, the type of the error and its message.
         """
         self.wait()
         steps = self.steps()
@@ -288,7 +288,7 @@ class CheckpointManager:
                     value.update(content)
             except Exception as error:  # the object cannot load it; the checkpoint is intact
                 failed = failed or error
-        told = failed  # what other ranks raise: exceptions of other libraries may not be picklable
+        told = failed  # the other ranks raise this, because exceptions of other libraries may not be picklable
         if failed is not None and not type(failed).__module__.startswith("weft."):
             told = RuntimeError(f"rank {self.rank}: {type(failed).__name__}: {one_line(failed)}")
         for found in self._of_all(told, self._group):

@@ -29,8 +29,8 @@ _WITHOUT_RUN = 2
 """The format of manifests without the identity of the run. It can still be read."""
 BLOCK = 8 << 20
 _KEPT = 4
-"""The number of blocks of an open file that stay in memory: reads of a tensor go back and forth between its first and
-last block."""
+"""The number of blocks of an open file that stay in memory, because reads of a tensor go back and forth between its
+first and last block."""
 _LARGEST = 1 << 28
 """The largest size of a manifest in bytes. Each block takes 70 bytes."""
 _NAME = re.compile(r"\.metadata|__\d+_\d+\.distcp")

@@ -1,7 +1,7 @@
 """`.metadata`, in which torch Distributed Checkpoint lists the tensors and the positions of their parts in files.
 
 The file is a pickle, and an ordinary unpickler would call every function that the file names. The unpickler here
-accepts only the few opcodes and classes of such a file. The content is then compared with the files. Every part of
+accepts only the few opcodes and classes of such a file. The content is then compared with the data files. Every part of
 every tensor must be in a listed file and have the size that its shape and dtype need. The parts must make up the whole
 tensor.
 """

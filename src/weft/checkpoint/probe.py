@@ -11,7 +11,7 @@ from weft.errors import StorageError
 
 PROBE = ".probe-"
 _SEEN_S = 10.0
-"""How long to wait, in seconds: on a network file system, other hosts may see a new file with a delay."""
+"""The seconds to wait for a new file, because other hosts may see it with a delay on a network file system."""
 
 
 def try_save(directory: Path) -> Path:

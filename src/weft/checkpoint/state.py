@@ -26,8 +26,8 @@ class Stateful(Protocol):
     Two members are optional. A load calls `prepare_load(stored)` before `state_dict`. `stored` maps the key of each
     stored entry of the object to the metadata of the entry. `per_rank = True` means that each rank saves and loads
     its own state. If such an object is loaded on another number of ranks, the load calls
-    `load_from_other_ranks(state, rank, ranks)` instead of `load_state_dict`. `state` is what rank 0 saved, `rank` is
-    this rank, and `ranks` is the new number of ranks.
+    `load_from_other_ranks(state, rank, ranks)` instead of `load_state_dict`. `state` is the state that rank 0
+    saved, `rank` is this rank, and `ranks` is the new number of ranks.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -83,9 +83,9 @@ class OptimizerState:
         self._targets: dict[str, dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        state, self._targets = self._targets, None  # for one load only: later saves return the optimizer's state
+        state, self._targets = self._targets, None  # used by one load only; later saves return the optimizer's state
         if state is None:
-            # A rank that has no part of a parameter never steps it, so its step counters would be stale.
+            # Leave out parameters of which this rank has no part. It never steps them, so their counters are stale.
             own = self._own_state()
             state = {name: own[name] for name, p in self.parameters.items() if name in own and not _is_empty_here(p)}
         return {"state": state, "groups": [self._options(index) for index in range(len(self.groups))]}

@@ -20,7 +20,7 @@ from typing import IO, Any
 from weft.errors import StorageError
 
 UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK, errno.EISDIR, errno.EBADF}
-"""The error numbers of operations that a file system does not support. Supported ones fail with other numbers."""
+"""The error numbers of operations that a file system does not support. Other failures have other numbers."""
 
 
 def before(name: str, path: str) -> None:
@@ -40,8 +40,8 @@ class Operation:
         return f"{self.name} of {self.path}"
 
 
-# A lock could deadlock: while this thread holds it, garbage collection may close a file, which is an operation too.
-# Instead, each line that changes one of these variables does so in a single step of the interpreter.
+# These variables have no lock. A lock could deadlock: while a thread holds it, garbage collection in that thread may
+# close a file, which is an operation too. Instead, each line that changes a variable is one step of the interpreter.
 _running: dict[int, Operation] = {}
 _numbers = itertools.count(1)
 _moves = 0

@@ -14,7 +14,7 @@ from weft.train.run.output import outlive_readers
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    `arguments`: the words after `weft`; the default is those of this process. The exit codes are 0 for success, 1 for
+    `arguments`: the words after `weft`. Default: the arguments of this process. The exit codes are 0 for success, 1 for
     a failure at run time or for faults that `weft check` found, 2 for an invalid command or configuration, 3 for
     training that was interrupted and saved, and 4 for training that was interrupted before anything was saved.
     """

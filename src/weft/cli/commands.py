@@ -104,8 +104,8 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Write the report of a run again, and print the path of the report. Raises ValueError if the directory is not that
-    of a run, or if the value of --live is invalid."""
+    """Write the report of a run again, and print the path of the report. Raises ValueError if the directory is not a
+    run directory, or if the value of --live is invalid."""
     from weft.train.record.metrics import FILE
     from weft.train.report import write_report
 
@@ -129,8 +129,8 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Convert what the source contains: Hugging Face files to a model directory of weft, and a model directory, a run
-    or a checkpoint to Hugging Face files."""
+    """Convert the source. Hugging Face files become a model directory of weft. A model directory, a run or a checkpoint
+    becomes Hugging Face files."""
     from weft.checkpoint.manifest import MANIFEST
     from weft.models import HybridModel, hf
     from weft.train.run.runs import CHECKPOINTS

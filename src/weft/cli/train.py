@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[1] / "train" / "example.toml"
 
 def start(options: argparse.Namespace) -> int:
     """Start the ranks, and return the exit code when the training has ended. If a launcher has started this process as
-    one of the ranks, train as that rank, and exit with the code instead of returning it."""
+    one of the ranks, train as that rank; the process then exits with the code, and this function does not return."""
     from weft.train.config import ConfigError, load_config
     from weft.train.run.launch import launch
     from weft.train.run.runs import open_run, resuming
@@ -127,7 +127,7 @@ def _check_weights(options: argparse.Namespace, config_path: str) -> None:
 
 
 def _check_trust(options: argparse.Namespace, config_path: str) -> None:
-    """Raise ConfigError if the configuration is that of a run and names code that the user has not trusted."""
+    """Raise ConfigError if the configuration belongs to a run and names code that the user has not trusted."""
     from weft.train.config import load_config
     from weft.train.run.launch import RUN
     from weft.train.run.trust import require_trust

@@ -1,7 +1,7 @@
 """Debugging tools.
 
 with weft.debug.check_streams():
-    train()            # runs the code for CUDA on CPU tensors; a missing wait raises an error
+    train()            # runs weft's CUDA code, but on CPU tensors; a missing wait raises an error
 with weft.debug.guard_memory():
     train()            # references to freed gathered weights read NaN, and writes to gathered weights raise an error
 with weft.debug.Timeline() as timeline:

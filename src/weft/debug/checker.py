@@ -5,9 +5,10 @@
         train(model)
     checker.waits                          # what the host waited for, and where
 
-Operators run immediately, in the host's order, on CPU tensors. The checker tests whether the recorded waits would force
-CUDA to run the operators in a correct order. Each operator is one piece of work on the current stream, with the memory
-that it reads and writes (`weft.debug.memory`). The clocks of `weft.debug.clocks` define the order of work.
+Operators run immediately on CPU tensors, in the order in which the host issues them. The checker tests whether the
+recorded waits would force CUDA to run the operators in a correct order. Each operator counts as one piece of work on
+the current stream. `weft.debug.memory` records the memory that it reads and writes. The clocks of `weft.debug.clocks`
+define the order of work.
 
     operator                                     counted as
     -------------------------------------------  -----------------------------------------------------------------
@@ -255,7 +256,7 @@ class StreamChecker:
             return
         home = self._by_actor[memory.home]
         clock = dict(home.now())
-        for actor in memory.lent:  # the allocator reuses it after these streams' current work
+        for actor in memory.lent:  # the allocator reuses the memory after the current work of these streams
             merge(clock, self._by_actor[actor].now())
         time = clock.get(home.actor, 0)
         try:
@@ -314,7 +315,7 @@ class _Mode(TorchDispatchMode):
 
 @contextmanager
 def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
-    """Run weft's code for CUDA on CPU tensors, and raise StreamOrderError if a missing wait allows a wrong result.
+    """Run weft's CUDA code, but on CPU tensors. Raise StreamOrderError if a missing wait allows a wrong result.
 
     Create, shard and run models inside the context. A gloo process group suffices. `with check_streams() as checker`
     yields a `StreamChecker`. `record`: keep all pieces of work in `checker.work`.

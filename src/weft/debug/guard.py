@@ -8,9 +8,9 @@
     reads `weight.detach()` that was kept from a forward    data of another unit              NaN
     writes to gathered weights through `weight.data`        lost with the next gather         `WeightsWritten`
 
-When gathered weights are freed, their memory is filled with NaN. Memory outside of a slab is then kept, so the weights
-of all units may be in memory at the same time. Memory in a slab is NaN until another buffer takes it. Writes are found
-by a comparison with a copy before the weights are freed.
+When gathered weights are freed, their memory is filled with NaN. Memory outside of a slab is not released, so memory
+for the weights of all units may be allocated at the same time. Memory in a slab is NaN until another buffer takes it.
+Writes are found by a comparison with a copy before the weights are freed.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ def guard_memory() -> Iterator[None]:
     """Fill gathered weights with NaN when they are freed, and raise `WeightsWritten` for writes to gathered weights.
 
     Use this context to find bugs, in a model with few layers: gathered weights of all layers may be in memory at once.
-    Weights are copied when they are gathered. Before they are freed, they are compared with the copy, and
-    `WeightsWritten` is raised if they differ. The host waits for each comparison.
+    When weights are gathered, the guard copies them. Before the weights are freed, it compares them with the copy,
+    and raises `WeightsWritten` if they differ. The host waits for each comparison.
     """
     global guards
     guards += 1

@@ -27,8 +27,8 @@ from weft.comm.transport import Pending
 
 class Interval(NamedTuple):
     """One operation on a lane. Times are seconds since the recording began. `start`: the earliest time at which
-    the operation could run: it was issued, and its communicator, which runs one operation after another, had finished
-    all earlier ones."""
+    the operation could run. A communicator runs one operation after another, so this is when the operation was issued
+    or, if later, when its communicator had finished all earlier operations."""
 
     lane: str
     label: str
@@ -109,7 +109,8 @@ class Timeline:
         return entry
 
     def end(self, entry: _Entry) -> None:
-        """Record the end of an operation: now, or on CUDA when the current stream has finished its work so far."""
+        """Record the end of an operation. On the CPU, it is now. On CUDA, it is when the current stream has finished
+        its work so far."""
         entry.end = self._now()
 
     def noting(self, entry: _Entry, pending: Pending) -> Pending:

@@ -2,7 +2,7 @@
 
     weights      version counter                  class              who may read them
     -----------  -------------------------------  -----------------  -------------------------------------------------
-    gathered     that of the main weights         Parameter          all code
+    gathered     the main weights' counter        Parameter          all code
     freed        1,000,000,000 + a number of the  `_Gone`, a         no code: autograd's version check raises for saved
                  group                            Parameter          tensors, on every path into backward, and the class
                                                                      raises for tensors that code has kept
@@ -11,8 +11,8 @@ Autograd also raises if main weights were written to between forward and backwar
 gathered copy has a version that this file has not set, other code wrote to the copy. Such a write would be lost, so
 `WeightsWritten` is raised.
 
-Autograd's errors name no parameters. A gradient with respect to a sharded parameter also fails, because the parameter
-is in no graph. Therefore weft wraps torch's function that runs a backward, once, so that its errors name the weights.
+Autograd's errors name no parameters. This is also true of the error for a gradient with respect to a sharded parameter,
+which is in no graph. Therefore weft wraps torch's function that runs a backward, so that errors name the weights.
 
 Other code may still hold the original parameters, which sharded ones have replaced (`Original`). Their values, shapes
 and attributes stay as they were. In-place writes raise, because they would not reach the model. Reading `.grad` also
@@ -61,7 +61,7 @@ class FullParameters:
         self._before = self._versions
         """The version counters of the gathered weights before the latest write to the main weights."""
         self._came: list[torch.Tensor] | None = None
-        """Clones of the gathered weights under `weft.debug.guard_memory`: some writes change no version counter."""
+        """Clones of the gathered weights, made under `guard_memory`, because some writes change no version counter."""
         self._gone = next(_numbers)
         _gone_versions[self._gone] = self
 
@@ -128,8 +128,9 @@ class FullParameters:
         return [each for each, here, told in zip(self._parameters, found, self._versions) if here != told]
 
     def was_written(self, shape: tuple[int, ...], expected: int, here: int) -> bool:
-        """Return whether a write to the main weights between a forward and its backward explains autograd's error: a
-        parameter with `shape` or its transpose was saved at version `expected`, and is now at version `here`."""
+        """Return whether a write to the main weights between a forward and its backward explains autograd's error.
+        The error is about a tensor of `shape`, saved at version `expected` and now at version `here`: a parameter or
+        its transpose."""
         record = record_of(self._parameters[0])
         return (
             record is not None

@@ -54,9 +54,9 @@ class Channels:
 
     def separate_gathers(self, groups: Sequence[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
         """Give each of `groups`, a model's process groups, a second communicator for gathers. `choice`: True creates
-        all of them, False none. A list: use its process group with the same ranks in the same order, or create one.
-        Collective. Raises ValueError if a process group in `choice` has the ranks of none of `groups`, or if one of
-        `groups` already has a different second communicator."""
+        the second communicators, False does not. A list: take them from the list if it has process groups with the same
+        ranks in the same order, and create the others. Collective. Raises ValueError if a process group in `choice`
+        matches none of `groups`, or if one of `groups` already has a different second communicator."""
         self.separate = bool(choice)
         there = [dist.get_process_group_ranks(group) for group in groups]
         given = [] if isinstance(choice, bool) else [(dist.get_process_group_ranks(each), each) for each in choice]

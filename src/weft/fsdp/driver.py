@@ -1,8 +1,8 @@
 """The interface between drivers and the engine: the calls that a driver may make.
 
 Drivers are hooks, schedules, pipelines and `unshard()`. A driver runs modules in passes, and tells the engine when
-it uses the weights of each unit. Of the engine, it imports only this file and `Unit`. The engine's plan decides what is
-gathered, freed and reduced, and in which order.
+it uses the weights of each unit. The only parts of the engine that a driver imports are this file and `Unit`. The
+engine's plan decides what is gathered, freed and reduced, and in which order.
 
 call                                 meaning
 -----------------------------------  ------------------------------------------------------------------------------
@@ -10,11 +10,11 @@ begin_forward(unit)                  a module of `unit` is called; the outermost
 end_forward(error)                   the call has ended; if it was the outermost, the pass has ended
 begin_backward(call)                 a backward reaches `call`, a forward of a unit. Begins a backward pass, unless
                                      one is under way. After autograd's backward, the engine calls `call.end()` for
-                                     each call that has `begun` and not ended or, after a failure, `call.abandon()`
+                                     each call that has `begun` but not ended; after a failure, `call.abandon()`
 scheduled(trace, backward)           a context around a pass whose events are known in advance; backward=False: an
                                      evaluation
 use(unit, holder, named)             the holder needs the full weights from here on; `named`: the units that the user
-                                     chose to gather ahead, None: those of the plan
+                                     chose to gather ahead; None: the plan chooses them
 done(unit, holder, ...)              the holder no longer needs them; `backward_follows`: the use was a forward whose
                                      backward is still to come
 keep(unit, holder)                   keep the full weights: after a forward until its backward, after a backward
@@ -39,8 +39,8 @@ from weft.layout.trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class Hold:
-    """A holder of a unit's full weights, which stay until all their holders release them. `computes`: whether this one
-    computes with them; if so, other units cannot take their memory. `backward`: whether this one is a backward."""
+    """A holder of a unit's full weights, which stay until all their holders release them. `computes`: whether this
+    holder computes with them; if so, other units cannot take their memory. `backward`: whether it is a backward."""
 
     name: str
     computes: bool = True
@@ -48,7 +48,7 @@ class Hold:
 
 
 class TiedHold(NamedTuple):
-    """A holder of another unit, which owns tied parameters of `unit`. It lasts as long as `holder` holds `unit`."""
+    """A hold on the owner of tied parameters that `unit` shares. It lasts as long as `holder` holds `unit`."""
 
     unit: Any
     holder: Any
@@ -73,7 +73,7 @@ UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
 
 
 def is_users(holder: Any) -> bool:
-    """Return whether `holder` is the user's `unshard()` of the held unit, or of one that shares parameters with it."""
+    """Return whether `holder` is the user's `unshard()` of the held unit, or of a unit tied to it."""
     return holder is USER or (isinstance(holder, TiedHold) and is_users(holder.holder))
 
 

@@ -48,16 +48,16 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
         mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard); with `dp_mesh_dims`, a larger one.
-            Default: all ranks, on the parameters' device; for parameters on "cpu" or "meta", on CUDA if it is available
-            and the process group supports it, otherwise on the CPU.
+            Default: a 1-D mesh of all ranks on the parameters' device. If the parameters are on "cpu" or "meta", the
+            mesh is on CUDA if CUDA is available and the process group supports it, otherwise on the CPU.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`. Default:
             "optim_grads_params".
         outer_strategy: the strategy over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
         reshard_after_forward: whether to free the full weights after forward and gather them again for backward. None:
-            False for the root, because its backward follows immediately, otherwise True. An int n that divides the size
-            of the shard axis: after forward, weights are sharded over n adjacent ranks only, and backward gathers them
-            from these. This takes more memory than True. If the n ranks are on one node, backward gathers nothing from
-            other nodes.
+            False for the root, whose backward follows immediately, and True for other units. An int n that divides the
+            size of the shard axis: after forward, weights are sharded over n adjacent ranks only, and backward gathers
+            them from these ranks. This takes more memory than True. If the n ranks are on one node, backward gathers
+            nothing from other nodes.
         shard_placement_fn: called with each parameter. It may return `weft.TensorAtomic()` (never cut),
             `weft.BlockAtomic(rows)` (cut only between blocks of rows), None or `Shard(0)` (cut where the least padding
             is needed), or `Shard(dim)` (cut between slices along another dimension; shards may be unequal). Or it
@@ -74,7 +74,7 @@ def fully_shard(
 
     Raises:
         ValueError: an invalid value, a module that is already sharded, or a parameter that cannot be sharded; the
-            message names the value, the rule and the fix.
+            error text names the value, the rule and the fix.
         TypeError: an argument of the wrong type.
     """
     given = SimpleNamespace(**locals())  # all arguments: the function has no other local variables yet
@@ -138,9 +138,9 @@ def _refuse_in_use(driver: UnitDriver) -> None:
 def plan_of(model: nn.Module) -> Plan | None:
     """Return the plan of the model's next step, assuming that it repeats the last step. None before the first pass.
 
-    `model`: the root, or any sharded module inside it: the plan is that of the whole model. `print(plan.table())` shows
-    the actions at each event. If all steps are equal, `plan.peak_bytes` has the peaks that `memory_report` measures.
-    Raises TypeError if `model` is not a module, ValueError if `fully_shard` was not called on it.
+    `model`: the root, or any sharded module inside it. The plan is always for the whole model. `print(plan.table())`
+    shows the actions at each event. If all steps are equal, `plan.peak_bytes` has the peaks that `memory_report`
+    measures. Raises TypeError if `model` is not a module, ValueError if `fully_shard` was not called on it.
     """
     if not isinstance(model, FSDPModule):
         units_of(model)

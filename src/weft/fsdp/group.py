@@ -6,10 +6,10 @@ model_weight  always*     parameter    compute***   the input of gathers
 full          gathered**  Replicate    compute      the weights that forward and backward read; registered during uses
 gradients                                           see `weft.fsdp.gradients.group`
 
-*   in the memory of main_weight if the dtypes are equal, and the same buffer if the placements are equal too;
-    `copies` has two such buffers if backward uses other quantized weights than forward
-**  always, and the same buffer as model_weight, if the parameter placement is Replicate on every axis
-*** bytes of a quantized payload, if the recipe has one; then `full` is always freed between uses
+*   model_weight shares the memory of main_weight if the dtypes are equal. It is the same buffer if the placements are
+    equal too. `copies` has two model weights if backward uses other quantized weights than forward.
+**  If the parameter placement is Replicate on every axis, `full` is the same buffer as model_weight, and always lives.
+*** With quantization, the bytes of the payload. In this case, `full` is always freed between uses.
 
 Every write to a sharded parameter increments the version counter of the main weights. The counter shows whether
 gathered weights are up to date. While they are gathered, the full parameters have the same version
@@ -64,15 +64,15 @@ class ParameterGroup:
         self.device, self.home, self.offload, self.ranks = plan.device, plan.home, plan.offload, plan.mesh.size()
         self.trains = self.trainable = members[0].value.requires_grad
         """`trains`: whether any parameter requires gradients on this rank. `trainable`: whether the group has or gets
-        gradients on this rank; these may be from before it was frozen."""
+        gradients on this rank, including gradients from before it was frozen."""
         self.agreed = self.trainable
-        """Whether all ranks reduce the group's gradients, because any rank may have gradients."""
+        """Whether all ranks reduce the group's gradients, because some rank may have gradients."""
         slices = [local_of(each.value) for each in members]
         self.payload = payload_of(plan)
         self.main_weight, self.model_weight = self._weights(slices)
         self.copies = [self.model_weight, *(self._model_bytes() for _ in range(self.payload.copies - 1))]
         """The buffers that gathers read: `model_weight`, and a second one if backward needs another copy."""
-        self.copy = 0  # the index in `copies` of what `full` holds, or of what the next gather brings
+        self.copy = 0  # the index in `copies` of the copy that `full` holds or the next gather brings
         for tensor, member in zip(slices, members):
             if member.value is not member.original:  # made from a meta tensor: free it before `full` is allocated
                 tensor.untyped_storage().resize_(0)
@@ -98,7 +98,7 @@ class ParameterGroup:
         self.channel = self.channels[0]
         """Separates the group's messages from those of other groups. `channels`: one per copy."""
         self._gathered_from: int | None = None
-        """The version of the main weights from which the gathered weights, or else the model weights, were made."""
+        """The version of the main weights from which the gathered weights, or separate model weights, were made."""
         self._refreshing: Ticket | None = None
         self._upload: Ticket | None = None  # the transfer that reads main weights in CPU memory
         self.unfilled = [each for each, tensor in zip(self.parameters, slices) if tensor.is_meta]
@@ -115,7 +115,7 @@ class ParameterGroup:
         main = plan.home_buffer(recipe.main)
         main.fill(tensors)
         casts = where.parameter == where.optimizer and self.layout.shards > 1 and not self.payload.refreshes
-        return main, main if aliased or casts else self._model_bytes()  # gathers cast and upload main weights
+        return main, main if aliased or casts else self._model_bytes()  # a gather casts and uploads main weights
 
     def _model_bytes(self) -> FlatBuffer:
         model = self.plan.buffer(self.placements.parameter, self.payload.dtype, self.payload.layout)
@@ -214,8 +214,8 @@ class ParameterGroup:
 
     @property
     def fits_buckets(self) -> bool:
-        """Whether the group's gather may share a message: it must run for each use, read weights on the device and no
-        post-forward shard, and use a transport that bundles messages."""
+        """Whether the group's gather may share a message. Such a gather runs for each use, reads weights on the device,
+        reads no post-forward shard, and uses a transport that bundles messages."""
         return (
             self.transient is not None
             and (not self.refreshes or (self.payload.refreshes and self.plan.moves and not self.refreshed_bytes))
@@ -346,7 +346,7 @@ class ParameterGroup:
             self.transient.give()
 
     def take_requires_grad(self) -> None:
-        """Copy the user's changes of `requires_grad` of full parameters, under `unshard()`, to the sharded ones."""
+        """If the user changed `requires_grad` of full parameters under `unshard()`, change it for the sharded ones."""
         with behind_classes():
             before, self._flags = self._flags, [*map(_full_trains, self.parameters)]
         for each, known, flag in zip(self.parameters, before, self._flags):
@@ -376,7 +376,7 @@ class ParameterGroup:
 
     @cached_property
     def slice_ranges(self) -> list[tuple[int, int, dist.ProcessGroup | None]]:
-        """The layout's elements as ranges `(start, stop, group)`. `group`: in `slice_groups`; None: not sliced."""
+        """The layout's elements as ranges `(start, stop, group)`. `group`: in `slice_groups`, or None if not sliced."""
         starts: list[int] = []
         groups = []
         for group, members in groupby(self.parameters, key=lambda each: each.slices):

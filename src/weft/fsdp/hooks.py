@@ -32,7 +32,7 @@ from weft.weak import alive
 
 
 class ForwardCall:
-    """One forward of a unit, with its backward. During that backward, it keeps the unit's weights gathered."""
+    """One forward of a unit, with its backward. The object holds the unit's weights during that backward."""
 
     computes = backward = True
 
@@ -41,7 +41,7 @@ class ForwardCall:
         self.unit = driver.unit
         self.begun = False  # whether its backward is under way
         self._retained = False
-        self._ended_in = -1  # the id of autograd's graph task in which this call's backward has ended last
+        self._ended_in = -1  # the id of autograd's graph task in which this call's backward last ended
         self._moves = self.unit.moves
         self._engine = engine  # a strong reference: the root may be freed before the backward
         self._stretch: Stretch | None = None
@@ -53,8 +53,8 @@ class ForwardCall:
         return f"a backward of {self.unit}"
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
-        """Begin the call's backward. Each output's gradient has this hook; only its first call in a backward has an
-        effect."""
+        """Begin the call's backward. This is a hook on the gradient of each output; only the first hook that runs in a
+        backward has an effect."""
         if self.begun:
             return
         unit, driver = self.unit, self.driver
@@ -77,8 +77,8 @@ class ForwardCall:
         engine.offer(unit)
 
     def begin_inside(self, gradient: torch.Tensor) -> None:
-        """Begin the call's backward, unless it has ended. If an output is a view, its base has this hook, because the
-        view's own hook does not run if the caller wrote to the view in place."""
+        """Begin the call's backward, unless it has ended. This is a hook on the base of an output that is a view,
+        because the view's own hook does not run if the caller wrote to the view in place."""
         if self._ended_in != torch._C._current_graph_task_id():
             self.begin()
 
@@ -287,7 +287,7 @@ class HookDriver:
 
 def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[], None]]:
     """Return the inputs with their differentiable tensors passed through `_EndOfBackward`, and a function to call after
-    the forward. It copies changes that the module made in rebuilt lists to the original lists."""
+    the forward. If the module has changed rebuilt lists or dicts, that function changes the original ones likewise."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         return (_mark(call, *args) if _can_be_marked(args[0]) else args), kwargs, _nothing
     tensors = [*filter(_can_be_marked, tensors_in((*args, *kwargs.values())))]

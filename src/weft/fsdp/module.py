@@ -20,7 +20,7 @@ from weft.fsdp.unit import Unit
 
 
 class FSDPModule:
-    """The methods that `fully_shard` adds to modules. Those of FSDP2 work as in FSDP2; a few raise an error."""
+    """The methods that `fully_shard` adds to modules. Methods of FSDP2 work as in FSDP2; a few raise an error."""
 
     _weft_unit: Unit
     _weft_driver: UnitDriver
@@ -77,7 +77,7 @@ class FSDPModule:
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including those of sharded parameters while the full ones are registered."""
+        """Clear all gradients, also of sharded parameters that are not registered because the full ones are."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in units_under(self):
             for group in unit.groups:
@@ -251,8 +251,8 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Clean up the model after an exception in forward or backward. Without this call, the next pass cleans up. A
-        failed backward drops all gradients, and sets every `.grad` to None. A failed forward keeps every `.grad`; but
-        this call then drops the gradients of earlier backwards that are not reduced yet."""
+        failed backward drops all gradients, and sets every `.grad` to None. A failed forward keeps every `.grad`, but
+        this call then drops gradients of earlier backwards if they are not reduced yet."""
         runtime_of(self).reset()
 
 

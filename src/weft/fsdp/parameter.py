@@ -1,7 +1,7 @@
-"""One record per parameter: its name, its position in the group, its tensors, and its owners: modules that have it.
+"""One record per parameter: its name, its position in the group, its tensors and its owners (the modules with it).
 
-Functions that work on one parameter of a group take its record. A group keeps its records alive. Other code finds the
-record of any tensor of the parameter with `record_of`, and must not keep the record alive.
+Functions that work on one parameter of a group take its record. A group keeps its records alive. Other code
+passes any tensor of the parameter to `record_of`, and must not keep the returned record alive.
 """
 
 import weakref
@@ -80,7 +80,7 @@ class GradientState:
 class ShardedParameter:
     """Parameter `number` of a group. `extent`: its position in the group's layout. `parallel`: its tensor-parallel
     placement. `full`: the parameter that is registered while a computation or the user's `unshard()` holds the weights.
-    `sharded`: the parameter that is registered otherwise."""
+    `sharded`: the parameter that is registered at all other times."""
 
     number: int
     slot: Slot
@@ -216,7 +216,7 @@ _OPTIMIZER_NEVER_RUNS = (
 
 
 def never_runs(parameter: nn.Parameter) -> str:
-    """Return why a gradient hook of `parameter`, or its optimizer in backward, would never run; "" if it has neither.
+    """Return why a gradient hook of `parameter`, or an optimizer attached to it, would never run; "" if it has neither.
     Autograd computes the gradient of the gathered parameter, a different tensor. Only hooks of
     `register_post_accumulate_grad_hook` run, with the reduced gradient."""
     if parameter._backward_hooks:

@@ -1,4 +1,4 @@
-"""The functions of torch that the first `fully_shard` replaces until the process ends: the table `PATCHES`.
+"""The table `PATCHES`: the functions of torch that the first `fully_shard` replaces, until the process ends.
 
 All exist in torch 2.11 to 2.13. In addition, a global hook raises for `DistributedDataParallel` and `DataParallel`
 around sharded modules.
@@ -67,7 +67,7 @@ _FULL = ("full_state_dict", "local_state_dict", "device", "pg")
 PATCHES = (
     # Autograd's errors contain no names of weights, and no hook runs at the end of every backward.
     Patch("autograd", "_engine_run_backward", partial(explaining, look_around=look_around, settle=finish_backwards)),
-    # torch would call into Python, or send a message, for each tensor. These step over local parts or combine norms.
+    # torch would call into Python, or send a message, for each tensor. weft takes local parts, and combines norms.
     Patch("optim.adam", "adam", over_parts),
     Patch("optim.sgd", "sgd", over_parts),
     Patch("optim.adagrad", "adagrad", over_parts),

@@ -24,7 +24,7 @@ class Plain:
     """The format without quantization: weights are gathered in the compute dtype."""
 
     refreshes = False  # whether the payload is computed once per step and stored beside the main weights
-    tail = 0  # the number of elements of full weights after those of the layout
+    tail = 0  # how many extra elements full weights have, after the layout's elements
     copies = 1  # 2 if forward and backward use different payloads, each with a separate gather; otherwise 1
     staging: Transient | None = None  # memory that `write` or `land` takes from a pool and `open` gives back
 
@@ -74,7 +74,7 @@ class PostForwardShard:
 
     @torch.no_grad()
     def keep(self, full: torch.Tensor, pool: Pool) -> None:
-        """Keep this rank's shard of the gathered weights `full`. The next gather reads what the ranks have kept."""
+        """Keep this rank's shard of the gathered weights `full`. The next gather reads the kept shards of the ranks."""
         if not self.held:
             self.held = True
             pool.take(self.transient).copy_(full.view(self._group.size(), -1)[self._group.rank()])

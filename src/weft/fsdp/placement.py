@@ -6,8 +6,8 @@
     optim_grads           2      Replicate    Shard(0)     Shard(0)
     optim_grads_params    3      Shard(0)     Shard(0)     Shard(0)
 
-On a 2-D mesh (outer, shard) the table applies to the shard axis. The outer axis has the row no_shard (HSDP) or, if the
-shard axis shards the optimizer state, the row optim (HFSDP).
+On a 2-D mesh (outer, shard) the table applies to the shard axis. The outer axis uses the row no_shard (HSDP)
+or the row optim (HFSDP). HFSDP requires that the shard axis also shards the optimizer state.
 
 A `Partial` gradient is reduced over its axis after the last microbatch only, and a sharded one after each microbatch.
 """

@@ -24,7 +24,7 @@ class UnitDriver(HookDriver):
     def __init__(self, unit: Unit, options: RuntimeOptions | None) -> None:
         """`options`: the `runtime` argument of `fully_shard`, if given."""
         super().__init__(unit)
-        self._own: Runtime | None = None  # the runtime, if this is a root, which alone keeps it alive
+        self._own: Runtime | None = None  # the runtime, if this is a root: only the root keeps it alive
         self._known: Callable[[], Runtime | None] = lambda: None
         self.above: Callable[[], UnitDriver | None] = lambda: None  # returns the driver of a unit around this one
         self._asked = options
@@ -54,7 +54,7 @@ class UnitDriver(HookDriver):
         return root
 
     def come_under(self, around: "UnitDriver") -> None:
-        """Put this driver, with all drivers under it, under the driver `around`. Their root is now that of `around`."""
+        """Put this driver, with all drivers under it, under the driver `around`. They get its root."""
         if self.above() is None:
             self.above = weakref.ref(around)
         runtime = self.runtime

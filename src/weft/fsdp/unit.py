@@ -1,9 +1,9 @@
 """A sharded unit: the life of its weights, as the table `TRANSITIONS` describes it.
 
-Every other transition raises an error that names the unit, its state and its holders. A holder needs the weights. It is
-a forward or backward call, a step of a schedule, the user's `unshard()`, or a use that is still to come, such as the
-backward after a forward. The pool may move a unit's weights to make room for another unit, but never ends a hold. A
-unit does not know its drivers.
+A transition that is not in the table raises an error that names the unit, its state and its holders. A holder is
+anything that needs the weights: a forward or backward call, a step of a schedule, the user's `unshard()`, or a use that
+is still to come, such as the backward after a forward. The pool may move a unit's weights to make room for another
+unit, but never ends a hold. A unit does not know its drivers.
 
 Full parameters are registered while a computation or the user's `unshard()` holds the weights. Otherwise the sharded
 parameters are registered, for optimizers, freezing and writes. This includes the time between a forward and its
@@ -79,7 +79,7 @@ class Unit:
         self.agree([group.agreed for group in self.groups])
         self.device = device
         self._coming = [group for group in self.groups if group.transient is not None or group.refreshes]
-        """The groups whose full weights must be gathered or updated: all but those that compute with main weights."""
+        """The groups whose full weights must be gathered or updated. The others compute with main weights directly."""
         self.gathered = [group.transient for group in self.groups if group.transient is not None]
         self.gathered_bytes = sum(each.nbytes for each in self.gathered)
         self.turns = any(len(group.copies) > 1 for group in self.groups)
@@ -94,13 +94,13 @@ class Unit:
         """The unit's number among all units of the process. It is the same on all ranks that build the same models."""
         self.state = State.AT_REST
         self.resident = False
-        """Whether the full weights are here or on the way: `state is not AT_REST`, which is checked very often."""
+        """Whether the full weights are here or on the way: `state is not AT_REST`, but faster to check."""
         self.holders: dict[Any, None] = {}
         self._shows_full = False  # whether the full parameters are registered
         self.tied: dict[Unit, str] = {}
         """The units that own parameters that modules of this unit share, each with the name of one such parameter."""
         self.resharded = False
-        """Whether a pass has ended the user's hold on this rank; on other ranks the unit may not have run."""
+        """Whether a pass has ended the user's hold on this rank. Ranks where the unit did not run must end it too."""
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.unshard_in_backward = True
@@ -112,7 +112,7 @@ class Unit:
         self.replaced_factor: float | None = None  # the user's divisor of summed gradients, or None
         self._tickets: list[Ticket] = []
         self.keeps_post_forward = False
-        """Whether this forward, when it frees memory, keeps the post-forward shards, if the user asked for them."""
+        """Whether the next `free` keeps post-forward shards, which exist if the user asked for them."""
         self.reshard_after(reshard_after_forward)
         for group in self.groups:
             group.belong_to(self)
@@ -151,7 +151,7 @@ class Unit:
             self._gather()
 
     def gather_started(self, ticket: Ticket) -> None:
-        """Record that the message of `ticket`, which several units share, gathers the weights, until now at rest."""
+        """Record that the weights, which were at rest, are now gathered by the shared message of `ticket`."""
         self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
         self.resident = True
         self._tickets = [ticket]
@@ -211,8 +211,8 @@ class Unit:
         self._wait()
 
     def turn(self, backward: bool) -> None:
-        """Choose which copy gathers read, if weights have a second copy for backward. `backward`: choose the second.
-        If the weights are held, gather the chosen copy now."""
+        """If weights have a second copy for backward, choose the copy that is gathered from now on. `backward`: choose
+        the second one. If the weights are held, gather the chosen copy now."""
         if not self.turns or self.backward == backward:
             return
         self.free()  # gathered ahead for the other direction
@@ -256,8 +256,8 @@ class Unit:
                 group.free()
 
     def reshard_after(self, forward: bool | int | None) -> None:
-        """Set whether the weights are freed after forward. None: they are, unless this is the root. An int: they are,
-        but each rank keeps one of that many shards until backward."""
+        """Set whether the weights are freed after forward. None: no for the root, yes for other units. An int n: yes,
+        but each rank keeps 1/n of them until backward."""
         self.forget()
         size = None if forward is None or isinstance(forward, bool) else forward
         self.reshard_after_forward = True if size is not None else forward  # type: ignore[assignment]
@@ -277,7 +277,7 @@ class Unit:
         """Free weights that are left from an earlier pass, and apply the user's changes of `requires_grad`."""
         self.forget()
         if self.state is not State.AT_REST:
-            self.free()  # waits for a gather, which reads the model weights, before they change
+            self.free()  # waits for a gather: the model weights that it reads may change next
         held = USER in self.holders
         for group in self.groups:
             group.await_refresh()
@@ -302,7 +302,7 @@ class Unit:
         return all(map(self.channels.weights.has_room, self.gathered))
 
     def is_evictable(self) -> bool:
-        """Return whether the weights may be moved: not if a holder computes with them. Waits for a gather in flight."""
+        """Return whether the weights may be moved: while no holder computes with them. Waits for a gather in flight."""
         if self.computes:
             return False
         self._arrive()

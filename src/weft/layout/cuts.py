@@ -8,7 +8,7 @@ If a tensor is cut along another dimension than the first, it is stored with thi
 
 shape [2, 4], dim 1    0 1 2 | 3        in memory    0 4 | 1 5 | 2 6 | 3 7
 borders 0 6 8          4 5 6 | 7                     --------------- -----
-part shapes            [2, 3], [2, 1]                strided views of these
+part shapes            [2, 3], [2, 1]                strided views of this memory
 """
 
 import math
@@ -23,8 +23,8 @@ from weft.layout.layout import dim_first
 
 @dataclass(frozen=True)
 class Cuts:
-    """The cuts of one tensor. Part r has elements `[borders[r], borders[r + 1])` in memory order; if there is one part,
-    it has all. `axes`: the mesh axes over which the parts are distributed, the axis of the coarsest cuts first. `dim`:
+    """The cuts of one tensor. Part r has elements `[borders[r], borders[r + 1])` in memory order. If there is one part,
+    it has all elements. `axes`: the mesh axes over which the parts are distributed, coarsest cuts first. `dim`:
     the dimension that is cut and is first in memory. If `dim` is not 0, cuts are only between slices along `dim`."""
 
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class Cuts:
 
     @cached_property
     def row_dims(self) -> int | None:
-        """The least d >= 1 where cuts divide no block `stored[d:]`. Parts: `[n, *stored[d:]]`. None: parts are 1-D."""
+        """The least d >= 1 where no cut divides a block `stored[d:]`. Parts: `[n, *stored[d:]]`. None: they are 1-D."""
         for dim in range(1, len(self.shape)):
             row = math.prod(self.stored[dim:])
             if row and all(border % row == 0 for border in self.borders):

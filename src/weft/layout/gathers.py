@@ -13,7 +13,7 @@
 
     The unit or bundle (units gathered in one message) that ends a forward, and begins the backward, stays gathered.
 
-If a pass deviates from its trace, the rest of it is gathered on demand: predictions change speed, never results. A
+If a pass deviates from its trace, it gathers on demand from then on: predictions change speed, never results. A
 schedule gathers further ahead than the hooks that run in other passes. A byte budget limits the total size of the units
 that are gathered ahead, each counted once. The runtime applies these rules to units, `layout.walk` to numbers of bytes.
 """
@@ -29,7 +29,7 @@ from weft.layout.trace import Event, Trace
 class Gathered(Protocol):
     """A unit as `GatherOrder` sees it. `tied`: the units whose parameters it shares. `holders`: what needs its weights,
     such as a forward. `resident`: whether its weights are gathered or being gathered. `turns`: whether backward uses
-    another copy of them than forward. `backward`: whether backward's copy is selected. `turn`: select a copy. A unit
+    another copy than forward. `backward`: whether backward's copy is selected. `turn`: select a copy. A unit
     with holders gathers the copy at once. `prefetch`: start the gather, unless resident. `has_room`: whether there is
     room for a gather. `acquire`, `release`: add, remove a holder. `free`: free the memory, unless there are holders."""
 
@@ -65,7 +65,7 @@ class _Pass:
     wanted: tuple[int, ...] = ()  # the units that should be gathered ahead after the latest use
     gathered: set[int] = field(default_factory=set)  # the units of the bundles that were gathered
     on_plan: bool = True  # whether the pass has followed its trace so far
-    ending: Collection[int] = ()  # the units of the last message of a forward; from `ends_at` on it uses no others
+    ending: Collection[int] = ()  # the units of a forward's last message: the only ones used from `ends_at` on
     ends_at: int = 0
     waits: bool = False  # whether gradients of a backward wait for another backward
 
@@ -82,7 +82,7 @@ class GatherOrder:
         """The number of passes that deviated from their trace, by reason."""
         self.current = _Pass("forward")
         self._around: _Pass | None = None
-        """The forward inside which a backward runs, such as one that computes a gradient."""
+        """The pass around the current backward: for example, a forward inside which a gradient is computed."""
         self._units = units
         self.bundles = bundles
         self._budget = budget
@@ -159,8 +159,8 @@ class GatherOrder:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def use(self, unit: Gathered, holder: Any, named: Iterable[Gathered] | None = None) -> None:
-        """Gather `unit`, and hold it for `holder`, which uses it now. Also start to gather units ahead: those `named`
-        or, if `named` is None, those that the trace predicts. The gathers ahead start before the wait for the
+        """Gather `unit`, and hold it for `holder`, which uses it now. Also start to gather units ahead: the units in
+        `named` or, if it is None, the units that the trace predicts. The gathers ahead start before the wait for the
         gather of `unit`, so that the lanes (queues of communication) always have work."""
         here, number, backward = self.current, unit.number, holder.backward
         position, expected = here.position, here.expected
@@ -288,7 +288,7 @@ class GatherOrder:
         here = self.current
         here.on_plan = False
         if self._known(here.kind) is None:
-            return  # there was no prediction, or only that from the forward, reversed
+            return  # there was no prediction, or only the reversed forward
         reason = f"{here.kind}: other units, or in another order"
         self.off_plan[reason] = self.off_plan.get(reason, 0) + 1
         seen = {unit for _, unit, _ in here.events}

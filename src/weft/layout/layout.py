@@ -158,7 +158,7 @@ def _preferred_steps(tensor: Extent, demanded: int) -> list[int]:
 
 
 def _shard_steps(chains: list[list[int]], align: int) -> set[int]:
-    """Return divisors of the shard size to try: `align`, and common multiples of it and of one or all tensors' rows."""
+    """Return divisors of the shard size to try: `align`, and its common multiples with one or all tensors' rows."""
     steps = {align}
     for depth in range(max((len(chain) for chain in chains), default=0)):
         wanted = {chain[min(depth, len(chain) - 1)] for chain in chains}
@@ -213,7 +213,7 @@ def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) 
         if first + size <= end:
             return first
         nearest = first + (end - first) % step  # `end` itself if no piece fits before it
-        # Of offsets `step` apart, the remainders modulo `start` repeat.
+        # Further offsets would only repeat the remainders modulo `start`.
         offset = next((at for at in range(nearest, min(end, nearest + step * start), step) if at % start == 0), None)
         if offset is not None and (offset + size <= end + shard_numel or shard_numel % step == 0):
             return offset

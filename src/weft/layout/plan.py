@@ -17,7 +17,7 @@ WEIGHTS, GRADIENTS = "gathered weights", "partial gradients"
 @dataclass(frozen=True)
 class StageFacts:
     """The bytes of the buffers of one stage of a reduction. `accumulating`: the buffer in which microbatches add up.
-    `traveling`: the buffer that is sent. `shared`: whether these two are one. `inbox`: the buffer that receives."""
+    `traveling`: the buffer that is sent. `shared`: whether one buffer is both. `inbox`: the buffer that receives."""
 
     accumulating: int
     traveling: int
@@ -29,7 +29,7 @@ class StageFacts:
 class GradientFacts:
     """The gradients of one trainable parameter group. `kind`: groups of equal kind can share a message (None: never).
     `sent`: the bytes of the group's message. `narrows`: whether gradients are first packed in a wider dtype, because
-    they may overflow in the message's. `declared`: whether modules write some of them directly into buffers.
+    they may overflow in the message's dtype. `declared`: whether modules write some of them directly into buffers.
     `download`: the bytes of the device buffer from which reduced gradients are copied to CPU memory (0: none)."""
 
     kind: Hashable | None
@@ -47,8 +47,8 @@ class UnitFacts:
     that each rank keeps. `turned`: the messages that replace forward's copy of some weights by backward's, and the
     temporary memory of these messages; (0, 0) if there is one copy. `staging`: temporary memory of uploads and casts.
     `post_forward`: the part of the weights kept from forward to backward. `tied`: the units whose parameters it shares.
-    `bundle`: the units gathered in one message, itself included. Empty: it is gathered alone. `gradients`: per group.
-    None: the group is not reduced. `addressed`: whether ranks may run the unit in different orders."""
+    `bundle`: the units in the message that gathers this unit, including this unit; empty if it is alone. `gradients`:
+    per group; None if the group is not reduced. `addressed`: whether ranks may run the unit in different orders."""
 
     name: str
     gathered: tuple[int, ...]

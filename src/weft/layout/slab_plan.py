@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from weft.layout.layout import ALIGNMENT_BYTES as ALIGNMENT
 
 STEPS = 50
-"""Heights that are tried differ by 1 / `STEPS` of the size of the largest two buffers that are live together."""
+"""Heights to try are 1 / `STEPS` apart, relative to the largest total size of two buffers that are live together."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _parts(names: list[Hashable], near: _Meetings) -> Iterable[list[Hashable]]:
 
 
 def _pack(names: list[Hashable], sizes: _Sizes, near: _Meetings) -> tuple[dict[Hashable, int], int]:
-    """Return offsets for buffers, and the height that they take. None of them is live together with all others."""
+    """Return offsets for buffers, and their total height. No buffer is live together with all others."""
     largest_first = sorted(names, key=lambda name: -sizes[name])
     best = _against_the_walls(largest_first, sizes, near, None)
     assert best is not None

@@ -39,7 +39,8 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """Events of a pass. `kind`: "forward", "evaluation", "schedule", "backward" or (with `later`) "accumulation"."""
+    """Events of a pass. `kind`: "forward", "evaluation", "schedule", "backward" or "accumulation", which is a backward
+    with `later` events."""
 
     kind: str
     events: tuple[Event, ...]

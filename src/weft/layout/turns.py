@@ -13,9 +13,9 @@ A rank that follows the order starts each reduction at the end of the unit's bac
 are reduced at the end of the pass, after the ranks have exchanged which units are ready.
 
 Small units that are adjacent in the order form one turn: they share a message, which starts when the last of them is
-ready. Order and sizes are the same on all ranks, so the turns are the same too. If messages have no tags, all ranks
-must anyway run the units that are gathered for each use in the same order. A turn of such units starts as soon as all
-of them are ready, without regard to the agreed order. If none of them runs, the turn is left out.
+ready. Order and sizes are the same on all ranks, so the turns are the same too. If messages have no tags, and
+units are gathered for each use, all ranks must run these units in the same order anyway. A turn of such units starts as
+soon as all of them are ready, without regard to the agreed order. If none of them runs, the turn is left out.
 
 The runtime applies these rules to gradients, and `layout.walk` applies them to numbers of bytes.
 """
@@ -65,8 +65,8 @@ class ReductionOrder(ABC):
     def __init__(self, most_alive: int) -> None:
         self.most_alive = most_alive
         self.waits_for_room = True
-        """Whether `most_alive` is enforced. Not in a backward that may include other models: the wait could deadlock
-        with a rank that waits for this one in another model."""
+        """Whether `most_alive` is enforced. False in a backward that may include other models: there, a wait for room
+        could deadlock with another rank, which waits for this one in another model."""
         self.arrived: list[int] = []
         """The units whose gradients were ready in this backward, in order."""
         self.waiting: set[int] = set()
@@ -116,8 +116,8 @@ class ReductionOrder(ABC):
         self._turns = None if turns is None else deque(turns)
 
     def ready(self, unit: int) -> bool:
-        """Start to reduce `unit`, whose gradients are ready, if it is the unit's turn, or if the backward has no
-        agreed order. Otherwise pack them. Return whether there is such an order and `waits_for_turn(unit)` is true."""
+        """Start to reduce the gradients of `unit`, which are ready, if it is their turn, or if no order was agreed on.
+        Otherwise pack them. Return whether there is an agreed order and `waits_for_turn(unit)` is true."""
         if self._turns is None or not self.waits_for_turn(unit):
             turn = next((each for each in self._turns or () if unit in each), (unit,))
             if len(turn) > 1:
@@ -166,7 +166,7 @@ class ReductionOrder(ABC):
         """Wait until gradients of the group may be packed. First wait for the group's own reduction. Then, unless
         `defer` (a later backward reduces them), wait until gradients of at most `most_alive` units, including this one,
         are live. This unit counts as two if its gradients are copied from autograd's memory to a new buffer, because
-        both are then live."""
+        original and copy are then live together."""
         self._finish_own(unit, group)
         if not defer:
             own = 1 if self.has_buffer(unit, group) else 2

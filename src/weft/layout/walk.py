@@ -1,8 +1,8 @@
 """Computes plans by simulating the engine: the memory that it allocates and frees at each event of a step.
 
 The simulation applies the engine's rules, `layout.gathers` and `layout.turns`, to units that are only numbers of
-bytes, without a process group, a tensor or a device. At the end of a pass it frees all weights except those for a
-backward, starts the remaining reductions, and finishes all of them.
+bytes, without a process group, a tensor or a device. At the end of a pass it frees all weights that are not kept
+for a backward, starts the remaining reductions, and finishes all reductions.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -175,7 +175,7 @@ class Walk:
 
     def step(self) -> None:
         """Simulate a training step: each pass of `PASSES` that has a trace. It starts with the memory that the previous
-        step has left. Afterwards, `steps` (its events), `collectives` and `peak` are those of this step only."""
+        step has left. Afterwards, `steps` (its events), `collectives` and `peak` describe only this step."""
         self.steps, self.collectives, self.peak = [], [], dict(self.live)
         self._refreshed.clear()
         known = [kind for kind in PASSES if kind in self._traces]
@@ -329,7 +329,7 @@ class _Gradients(ReductionOrder):
         self._walk.act("reduce", tuple(turn), sent)
 
     def finish_group(self, unit: int, group: _Group, under_way: Any) -> None:
-        for key in [*group.buffers]:  # those of later stages stay until the last reductions of a step
+        for key in [*group.buffers]:  # buffers of later stages stay until a step's last reductions
             if self.finishes or not (isinstance(key, tuple) and key[0] > 0):
                 self._walk.give(GRADIENTS, group.buffers.pop(key))
         self._walk.act("finish", (unit,))

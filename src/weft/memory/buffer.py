@@ -84,7 +84,7 @@ class FlatBuffer:
         return parts
 
     def within(self, start: int, stop: int) -> torch.Tensor:
-        """Return a view of those of the layout's elements `[start, stop)` that this rank has."""
+        """Return a view of this rank's share of the layout's elements `[start, stop)`."""
         begin, numel = self.index * (self.layout.numel // self.pieces), self.local.numel()
         first, last = (min(max(border - begin, 0), numel) for border in (start, stop))
         return self.local[first:last]
@@ -106,7 +106,7 @@ class FlatBuffer:
         return made
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's parts of full `tensors` in and zero the padding. `blank` marks the parts of meta tensors."""
+        """Copy in this rank's parts of full `tensors`. Zero the padding. `blank` marks the parts of meta tensors."""
         self.local.zero_()
         for number, (view, tensor) in enumerate(zip(self.views(), tensors)):
             cuts = self.cuts(number)

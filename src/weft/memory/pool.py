@@ -86,7 +86,7 @@ class Transient:
 class Pool:
     """Provides and plans the memory of a model's gathered weights, or of its partial gradients. `plan`: the places of
     the buffers in one slab of memory, None before the first plan. `plans`: the number of plans. `lower_bound`: the peak
-    of live bytes in the steps that the plan covers; no smaller slab can hold them. `peak`: the peak in all steps.
+    of live bytes in the steps that the plan covers; no smaller slab suffices. `peak`: the peak in all steps.
     `allocations`: the number of calls of torch's allocator. `fallbacks`: how often, since the first plan, a buffer had
     no free place in the slab. `outdated`: whether the plan no longer fits the use of the buffers."""
 
@@ -297,7 +297,7 @@ class Pool:
 
 
 def _resize(tensor: torch.Tensor, nbytes: int) -> None:
-    """Resize the memory of `tensor`. Memory that a NumPy array has shared cannot be resized, and stays."""
+    """Resize the memory of `tensor`. Memory that is shared with a NumPy array cannot be resized, and stays."""
     storage = tensor.untyped_storage()
     if storage.resizable():
         storage.resize_(nbytes)

@@ -15,8 +15,8 @@ attention is the same amount of work on each rank. With cp = 2:
     M, G, K the last inputs of the convolution, then the factor  constant
             and the summand with which a slice updates the state
 
-These collectives run on the lane "context", a queue of communication beside the computation. The backward of a gather
-sums the gradients over the ranks.
+The collectives for these exchanges run on the lane "context", a communication queue beside the computation. The
+backward of a gather sums the gradients over the ranks.
 """
 
 import math
@@ -39,7 +39,7 @@ from weft.models.loss import IGNORED_LABEL
 
 
 class Piece(NamedTuple):
-    """For causal attention: all parts of documents in this rank's slices that have S queries and T keys each.
+    """For causal attention: the parts of documents in this rank's slices with S queries and T keys per part.
 
     `queries` [parts, S]: the indices of the queries in the flattened slices. `keys` [parts, T]: the indices of the keys
     in the flattened tensor that `Slices.pieces` describes. The last S keys of a part have the positions of its queries.
@@ -133,7 +133,7 @@ class Slices:
         return lambda: [self._joined(each.unbind()) for each in finish()]
 
     def exchanging(self, *parts: Tensor) -> Callable[[], list[Tensor]]:
-        """Start to send each rank an equal share of the heads of `parts`, [batch, 2 width, heads, C] each.
+        """Start to send an equal share of the heads to each rank. `parts`: tensors [batch, 2 width, heads, C].
 
         The returned function waits and returns this rank's heads of the whole rows, [batch, seq, heads / ranks, C].
         """
@@ -214,7 +214,7 @@ class Slices:
         return self.rows(self.cut(self.whole.numbers()))
 
     def numbers(self, device: torch.device) -> Tensor:
-        """Return the index in `whole.starts` of each position's document or run of padding, [2 batch, width]."""
+        """Return each position's document or run of padding, as an index into `whole.starts`, [2 batch, width]."""
         return self.kept(device, "numbers", lambda: self._numbers)
 
     def before(self, device: torch.device) -> Tensor:
@@ -301,8 +301,8 @@ class Slices:
         return rows[:, self.width - size :].unflatten(0, (-1, 2))
 
     def _ahead(self, tails: Tensor) -> Tensor:
-        """Return the tails (`_tails`) of the slices before this rank's slices, [2 batch, size, ...], from the tails of
-        all ranks. At the beginning of a row they are zeros."""
+        """Select, from the tails of all ranks (see `_tails`), the tail before each of this rank's slices. Return them
+        as [2 batch, size, ...]. At the beginning of a row, the tail is zeros."""
         by_slice = self._by_slice(tails)
         found = [by_slice[number - 1] if number else torch.zeros_like(by_slice[0]) for number in self.mine]
         return torch.stack(found, dim=1).flatten(0, 1)
@@ -312,12 +312,12 @@ class Slices:
         return [*parts[:, :, 0].unbind(), *parts[:, :, 1].flip(0).unbind()]
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the whole rows, [batch, seq, ...], from the slices of each rank, [batch, 2 width, ...]."""
+        """Join the slices of each rank, [batch, 2 width, ...], into the whole rows, [batch, seq, ...]."""
         split = [part.split(self.width, dim=1) for part in parts]
         return torch.cat([first for first, _ in split] + [second for _, second in reversed(split)], dim=1)
 
     def _parted(self, whole: Tensor) -> list[Tensor]:
-        """Return the slices of each rank, [batch, 2 width, ...], of the whole rows."""
+        """Split the whole rows into the slices of each rank, [batch, 2 width, ...]."""
         parts = whole.split(self.width, dim=1)
         return [torch.cat((first, last), dim=1) for first, last in zip(parts[: self.ranks], reversed(parts))]
 
@@ -347,13 +347,13 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
         loss = model(part.pop("tokens"), **part)
 
     Rows are padded to a multiple of 2 x cp, or of cp x lcm(2, tp) with tensor-parallel ranks. "labels" are set to -100
-    in padding. If the batch has "documents", the labels at the last positions of documents are set to -100 too, unless
-    the documents' `continues` keeps them. The result always has "documents": a `Slices`, which the model takes in place
-    of a `Documents`.
+    in padding. If the batch has "documents", the labels at the last positions of documents are set to -100 too. (For
+    the exception see `Documents.continues`.) The result always has "documents": a `Slices`, which the model takes in
+    place of a `Documents`.
 
-    Raises `ValueError` if `meshes.cp` is None, for a value that is not a tensor, and for a shape that does not begin
-    with that of "tokens". Raises `TypeError` for a batch without "tokens", and for "documents" of another type,
-    such as `Slices`, which are already cut.
+    Raises `ValueError` if `meshes.cp` is None, for a value that is not a tensor, and for a tensor whose shape does not
+    begin with the shape of "tokens". Raises `TypeError` for a batch without "tokens", and for "documents" that are not
+    a `Documents`, such as `Slices`, which are already cut.
     """
     if meshes.cp is None:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""Cuts a hybrid model into pipeline stages: at each `|` of its pattern or, without `|`, into segments of equal cost.
+"""Cuts a hybrid model into pipeline stages. The borders are the `|` of its pattern. Without `|`, stages have about the
+same cost.
 
 The cost of a layer is the number of its weights that one token uses. Routed experts that the token does not visit are
 not counted. The last stage also has the head and the prediction depths. The cost of a depth includes a projection, its
@@ -22,8 +23,8 @@ from weft.pipeline.placement import Cut, balanced
 
 
 def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placement: str) -> Cut | None:
-    """Return the pipeline stages of a model of `cfg` on `meshes`. Without pipeline ranks, return None unless
-    `chunks` is more than 1.
+    """Return the pipeline stages of a model of `cfg` on `meshes`. If there are no pipeline ranks and `chunks` is None
+    or 1, return None.
 
     `chunks`: the number of stages on each rank. Default: the number of the pattern's segments divided by the number of
     pipeline ranks, or 1 if the pattern has no `|`. `placement`: which stages a rank gets, "loop" or "v" (see

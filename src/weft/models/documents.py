@@ -28,7 +28,7 @@ class AttentionLayout(NamedTuple):
     """The positions of all documents, without padding, in the order of the documents' lengths.
 
     `order`: the positions, in this order, as indices in the flattened batch. None: the batch already has this order and
-    no padding. `groups`: for each length, the shortest first, (number of documents, length).
+    no padding. `groups`: a pair (number of documents, length) for each length, the shortest first.
     """
 
     order: Tensor | None
@@ -113,8 +113,8 @@ class Documents:
     def from_cu_seqlens(cls, cu_seqlens: Tensor, batch: int, seq: int) -> "Documents":
         """Create documents from cumulative lengths in the flattened batch, `[0, n_1, n_1 + n_2, ..., batch * seq]`.
 
-        Padding is not recognized: it counts as tokens of documents. Raises `ValueError` unless the lengths begin with
-        0, ascend and end with `batch * seq`, and for a document that crosses rows.
+        Padding is not recognized: it counts as tokens of documents. The lengths must begin with 0, ascend and end with
+        `batch * seq`, and no document may cross rows. Otherwise this method raises `ValueError`.
         """
         *starts, end = _integers("cu_seqlens", cu_seqlens, "[documents + 1]").tolist()
         if end != batch * seq:
@@ -129,7 +129,7 @@ class Documents:
 
         The number is the same for all positions of a document, and -1 in padding. Documents in different rows are
         different, even if they have the same number. Raises `ValueError` for a number below -1, and for a document
-        number that appears in its row again after another number.
+        number that returns in the same row after another number.
         """
         ids = _integers("ids", ids, "[batch, seq]")
         if bool((ids < PADDING).any()):
@@ -191,7 +191,7 @@ class Documents:
         return len(self.starts) == self.batch and not self.padding
 
     def numbers(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the index in `starts` of each position's document or run of padding, [batch, seq] int64."""
+        """Return each position's document or run of padding, as an index into `starts`, [batch, seq] int64."""
 
         def make() -> Tensor:
             lengths = torch.tensor(self.lengths)

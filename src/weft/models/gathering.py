@@ -4,7 +4,7 @@
 forward     starts the all-gather        overlaps             waits for it
 backward    waits for the reduce-scatter overlaps             starts the reduce-scatter of gradients
 
-Context ranks use the lane (queue of communication) "context", tensor-parallel ranks the lane "tensor".
+Context ranks use the lane (communication queue) "context". Tensor-parallel ranks use the lane "tensor".
 """
 
 from collections.abc import Callable, Sequence
@@ -85,7 +85,7 @@ class Gathering:
         self._buffers = full, source
 
     def receive(self) -> list[Tensor]:
-        """Wait for `send`; return [ranks, ...] of each part."""
+        """Wait for `send`; return each part of all ranks, [ranks, ...]."""
         full = self._awaited()[0].view(self._group.size(), -1)
         return [part.unflatten(1, shape) for part, shape in zip(full.split(self._sizes, dim=1), self._shapes)]
 

@@ -71,8 +71,8 @@ class _CrossEntropy(torch.autograd.Function):
             )
         ctx.spent = True
         gradient, count = ctx.saved_tensors
-        # The factor (1 / count, times the gradient of the loss) is applied here in full precision. Rounded to half
-        # precision first, it would bias every gradient, and small ones would underflow in float16.
+        # The factor (1 / count, times the gradient of the loss) is applied here in full precision. If it were rounded
+        # to half precision first, it would bias every gradient, and small gradients would underflow in float16.
         scale = loss_gradient / count.clamp(min=1)
         for part in rows_at_a_time(gradient):
             gradient[part] = gradient[part].to(scale.dtype).mul_(scale)

@@ -41,7 +41,7 @@ class HybridModel(nn.Module):
     segments is a stage. Otherwise the layers are cut into stages of about equal cost. `chunks`: the number of stages on
     each rank. Default: the number of segments divided by the number of pipeline ranks, or 1 for a pattern without `|`.
     `placement`: which stages a rank gets, "loop" or "v" (see `weft.pipeline.placement`). Parameters have the same
-    names and initial values as in the whole model. Run such a model with `weft.overlap.forward_backward`.
+    names and initial values as in the whole model. Run a pipeline with `weft.overlap.forward_backward`.
 
     With `meshes.tp` the ranks of that axis share every layer (see `weft.models.tensor_parallel`). Each of them calls
     the model with the same tokens and gets the same loss. The parameters are DTensors.
@@ -85,8 +85,8 @@ class HybridModel(nn.Module):
                 dispatcher_of(cfg, meshes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HybridModel":
-        """Restore attributes of parameters after a move to another dtype or device, because torch drops the attributes
-        of DTensors then."""
+        """Restore attributes of parameters after a move to another dtype or device. In such a move, torch drops the
+        attributes of DTensors."""
         before = [
             (module, name, vars(p))
             for module in self.modules()
@@ -118,15 +118,15 @@ class HybridModel(nn.Module):
     def tied_ends(self) -> Sequence[nn.Module]:
         """This rank's modules that the model uses both before and after its layers.
 
-        This is the embedding, or this rank's copy of it, if a tied head or prediction depths use it too. Otherwise
-        empty.
+        If a tied head or prediction depths also use the embedding, this is the embedding or this rank's copy of it.
+        Otherwise it is empty.
         """
         ties = self.cfg.tie_word_embeddings or self.cfg.parsed.depths > 0
         return [self.embedding] if ties and self.embedding is not None else []
 
     @property
     def shared_ends(self) -> Sequence[nn.Module]:
-        """`tied_ends`, if the first and the last stage are on different ranks, so that each of the two has a copy.
+        """The same as `tied_ends` if the first and the last stage are on different ranks, which then both have a copy.
 
         Otherwise empty.
         """
@@ -141,7 +141,7 @@ class HybridModel(nn.Module):
         """Embed tokens; [batch, seq] int64 -> [batch, seq, hidden].
 
         `documents` are only checked. Raises `TypeError` if they are neither `Documents` nor from `context_part`. Raises
-        `ValueError` if their shape is not that of `tokens`.
+        `ValueError` if their shape differs from the shape of `tokens`.
         """
         require_borders(documents, tokens)
         x_BSD, multiplier = self.embedding(tokens), self.cfg.embedding_multiplier
@@ -214,7 +214,7 @@ class HybridModel(nn.Module):
     ) -> Tensor:
         """Compute the loss from the hidden states of the model and, in training mode, of each prediction depth.
 
-        `hidden`: first those of the model, then those of each depth in order, [B, S, D] each, with final norms applied.
+        `hidden`: the hidden states [B, S, D] of the model, then of each depth in order, all after their final norms.
         `losses`: scalars that are added in training mode.
         """
         if documents is not None:
@@ -255,8 +255,8 @@ class HybridModel(nn.Module):
         return scores if self.cfg.logits_scaling == 1 else scores / self.cfg.logits_scaling
 
     def _to_read(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Return the tokens to read: `tokens` or, if they change the rotation of earlier positions, the whole sequence,
-        with an emptied cache."""
+        """Return the tokens to read, usually `tokens`. If these change the rotation of earlier positions, empty the
+        cache and return the whole sequence."""
         if (scaling := self.decoder.scaling_by_length) is None:
             return tokens
         known = cache.get(self, {}).get("tokens", tokens[:, :0])
@@ -294,11 +294,11 @@ class HybridModel(nn.Module):
         cross-entropy over the labels that are not -100 (see `weft.models.loss.cross_entropy`). In training mode the
         losses of routers and prediction depths are added to it.
 
-        Raises `ValueError` for `documents` whose shape is not that of `tokens`, for `documents` together with a cache,
-        for a cache that holds only states of other models, and for `depths` together with labels or a cache. Also
-        raises it for any cache with tensor parallelism, and for a batch that is not from `context_part` with context
-        parallelism. Raises `TypeError` for `documents` of another type. Raises `RuntimeError` if the model is cut into
-        pipeline stages on several ranks.
+        Raises `ValueError` for `documents` that do not have the shape of `tokens`, for `documents` together with a
+        cache, for a cache that holds only states of other models, and for `depths` together with labels or a cache.
+        With tensor parallelism, raises it for any cache. With context parallelism, raises it for a batch that is not
+        from `context_part`. Raises `TypeError` for `documents` of a wrong type. Raises `RuntimeError` if the model is
+        cut into pipeline stages on several ranks.
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(

@@ -65,7 +65,7 @@ class PredictionDepth(Stack):
         `following`: in depth k (from 1), the embeddings of the tokens k positions later. `previous`: the output of
         the previous depth or, in the first depth, of the model after its final norm.
         """
-        previous = previous.view_as(previous)  # its own autograd node, so that gradients are always summed in one order
+        previous = previous.view_as(previous)  # a separate autograd node, so that the order of gradient sums is fixed
         return self.project(torch.cat((self.embedding_norm(following), self.hidden_norm(previous)), dim=-1))
 
     def leave(self, hidden: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def shifted(tokens: Tensor, places: int, filling: int, documents: Borders | None
 
 @torch.no_grad()
 def prediction_losses(model: nn.Module) -> Tensor:
-    """Return the sum of each prediction depth's losses since the last call, and set the sums to 0.
+    """Return, for each prediction depth, the sum of its losses since the last call. Set the sums to 0.
 
     Each forward in training mode adds the mean cross-entropy of its batch, not multiplied by `mtp_loss_coef`. Each
     data-parallel rank has its own sums. The result is [depths] in fp32, and empty on a rank without depths.

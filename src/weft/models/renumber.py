@@ -61,8 +61,8 @@ class _Spelling:
 
 
 def _numbers(stack: str, layers: Iterable[LogicalLayer], stored: Mapping[int, set[str]]) -> Numbers:
-    """Map the model's numbers to the stored ones. Return {} unless the stored blocks are those of `layers`, in
-    the same order."""
+    """Map the model's numbers to the stored numbers. Return {} if the stored blocks differ from the blocks of `layers`
+    or are in another order."""
     mine = [(layer.index, LAYER_KEYS[symbol]) for layer in layers for symbol in layer.symbols]
     places, start = {}, 0
     for number, keys in sorted(stored.items()):

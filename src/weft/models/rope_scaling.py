@@ -1,4 +1,4 @@
-"""The valid values of `HybridConfig.rope_scaling`: each has a `rope_type` and the numbers of this type."""
+"""The valid values of `HybridConfig.rope_scaling`: each has a `rope_type` and the numbers that the type needs."""
 
 from collections.abc import Mapping
 from typing import Any

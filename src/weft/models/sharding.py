@@ -14,7 +14,7 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     """Shard `model` in place, one unit (one call of `weft.fully_shard`) per logical layer, and return it.
 
     Each logical layer and each prediction depth becomes one unit over `meshes.dense`. In each layer, experts that
-    are spread over ranks become a separate unit over `meshes.expert`. Each of their parameters is then a DTensor with
+    are spread over ranks become a separate unit over `meshes.expert`. Each parameter of these experts is a DTensor with
     the shape of all experts, and is also sharded over `meshes.ep`. The gradients of experts are averaged over all
     data-parallel ranks, like all other gradients. An embedding that the first and the last stage of a pipeline share is
     one more unit. The model itself is the root unit. It has the other parameters of this rank: embedding, final norm
@@ -71,6 +71,6 @@ def _for_experts(options: dict[str, Any], meshes: Meshes) -> dict[str, Any]:
     if meshes.tp is not None and meshes.etp is None:
         divisor /= meshes.tp.size()
     changed = {"gradient_divide_factor": divisor}
-    if meshes.expert.ndim == 1:  # the one axis includes the outer axis of the dense mesh
+    if meshes.expert.ndim == 1:  # its only axis includes the outer axis of the dense mesh
         changed["outer_strategy"] = "no_shard"
     return {**options, **changed}

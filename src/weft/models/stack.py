@@ -107,8 +107,8 @@ class Layer(nn.Module):
         return self._terminal.run_experts(rows, handle)
 
     def finish(self, rows: Tensor, kept: dict[str, Tensor], handle: Any) -> Tensor:
-        """Add the terminal block's output to the residual stream: that of the MLP, or the weighted sum of the experts'
-        outputs plus the shared expert's. Return [B, S, D]."""
+        """Add the terminal block's output to the residual stream. This is the MLP's output, or the weighted sum of the
+        experts' outputs plus the shared expert's output. Return [B, S, D]."""
         return self._terminal.join(rows, kept, handle)
 
     def expert_modules(self) -> Sequence[nn.Module]:

@@ -17,7 +17,7 @@ class Row:
     - `physical`: the number of the symbol, from 1.
     - `logical`: the number of the symbol's logical layer, from 0.
     - `segment`: the number of the pipeline segment, from 0. In a prediction part: "depth n", with n from 1.
-    - `unit`: the name of the module that has the symbol's block and that `weft.models.shard` makes a unit.
+    - `unit`: the name of the module that contains the symbol's block and becomes a unit in `weft.models.shard`.
     - `parameters`: the number of parameter elements of the symbol's block.
     """
 

@@ -67,8 +67,8 @@ class TensorRanks:
         return gathered(self.group, x, lane=LANE)[0]
 
     def mean(self, x: Tensor, first: int, count: int) -> Tensor:
-        """Return the mean of `x` over `count` adjacent ranks, the first of which is `first`. Every rank of `mesh` must
-        call this method."""
+        """Return the mean of `x` over `count` adjacent ranks, from rank `first` on. Every rank of `mesh` must call this
+        method."""
         return self.stacked(x)[first : first + count].mean(0)
 
     def joined(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -144,7 +144,7 @@ def cuts_of(symbol: str, cfg: HybridConfig, experts: str = CUT) -> dict[str, Lie
     lies = norms | _KINDS[symbol](cfg)
     if symbol != "E" or experts == CUT:
         return lies
-    # Each rank applies whole weights to its own positions, as for a norm, so gradients are partial.
+    # Each rank applies whole weights to its own positions, as it does in norms. Gradients are therefore partial.
     return {name: Elsewhere() if experts == SPREAD and name.startswith("experts.") else WHOLE for name in lies}
 
 
@@ -261,7 +261,7 @@ _KINDS = {
 
 
 def ends_of(cfg: HybridConfig) -> dict[str, Lies]:
-    """Return how each parameter outside of blocks is divided, like `cuts_of`. The keys are the names of modules."""
+    """Return how each parameter outside of blocks is divided, as `cuts_of` does. The keys are the names of modules."""
     tokens = _columns((cfg.vocab_size, 1))
     norms = dict.fromkeys(("final_layernorm", "embedding_norm", "hidden_norm"), WHOLE)
     return {"embedding": tokens, "output_layer": tokens, "project": WHOLE, **norms}

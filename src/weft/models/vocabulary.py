@@ -20,7 +20,7 @@ def require_tokens(name: str, tokens: Tensor, vocab_size: int) -> None:
     synchronization raises the error.
 
     Without this check, such an element would raise no error: no rank would find it in its part of the vocabulary.
-    `name`: what the message calls `tokens`.
+    `name`: the name of `tokens` in the message.
     """
     inside = (tokens >= 0) & (tokens < vocab_size)
     torch._assert_async(inside.all(), f"{name} outside of the vocabulary: must be from 0 to {vocab_size - 1}")

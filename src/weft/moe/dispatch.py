@@ -7,8 +7,8 @@
     rows = there.wait()                           the rows that arrived, grouped by the sending rank
     back = dispatcher.combine(rows, handle)       sends rows back
 
-The dispatcher's `rows_per` defines a row. "rank": one row of a token for all of its experts on one rank (see
-`weft.moe.visits`). "expert": one row of a token for each of its experts, sorted by expert.
+The dispatcher's `rows_per` defines a row. With "rank", a token has one row for all of its experts on one rank (see
+`weft.moe.visits`). With "expert", a token has one row for each of its experts, and the rows are sorted by expert.
 
 `dispatch` and `combine` only move rows, so each is the backward of the other. Autograd does not record them. `exchange`
 is their differentiable form, which waits for the rows before it returns.
@@ -47,7 +47,8 @@ class Handle:
     - `permutation`, `visits`, `arrived`: set by the `MoE` layer, not by the dispatcher. They map the sent rows
       (`permutation` if `rows_per` is "expert", `visits` if it is "rank") and the arrived rows to tokens and experts.
 
-    What the dispatcher sets is valid after `ready`, or after `Arrival.wait` has returned the dispatched rows.
+    The fields that the dispatcher sets are valid after `ready`, or after `Arrival.wait` has returned the dispatched
+    rows.
     """
 
     sent: int
@@ -99,7 +100,7 @@ class Arrival:
             self._ticket.abandon()
 
     def wait(self) -> Tensor:
-        """Return the rows. On CUDA the current stream waits for them, on CPU the host. Further calls do not wait."""
+        """Return the rows. On CUDA the current stream waits for them, on CPU the host waits. Later calls do not."""
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = self._source = None
@@ -116,9 +117,9 @@ class Dispatcher(Protocol):
 
     num_experts: int
     experts: range
-    """The numbers of the experts on this rank. Each rank has equally many."""
+    """The numbers of the experts on this rank. Each rank has the same number of experts."""
     rows_per: str
-    """"rank": a row stands for all of a token's experts on one rank. "expert": for one of them."""
+    """"rank": a row stands for all of a token's experts on one rank. "expert": a row stands for one expert."""
 
     def plan(self, counts: Tensor, rows: Tensor | None = None) -> Handle:
         """Start to exchange the numbers of rows between the ranks. Return the handle of the exchange.
@@ -200,13 +201,13 @@ class AllToAll:
     into equal ranges, one for each rank, in rank order.
 
     `rows_per`: "rank" sends a token once to each rank that has any of its experts. "expert" sends a token once for each
-    of its experts; the layer's outputs are then bit-equal to those of one process.
+    of its experts; the layer's outputs are then bit-equal to the outputs of one process.
 
     Collective: every rank of the group must build its dispatchers in the same order. Rows use a lane (a queue of
     operations beside the computation). The numbers of rows use a second lane, so that they never queue behind rows.
-    Unless the group uses only gloo, the numbers of rows also use a second communicator, because other backends run the
-    operations of one communicator one after another. Over gloo on CPU, if ranks run different numbers of expert layers,
-    a rank that waits for the others raises CollectiveMismatch within seconds.
+    If the group uses a backend other than gloo, the numbers of rows also use a second communicator, because such a
+    backend runs the operations of one communicator one after another. Over gloo on CPU, if ranks run different numbers
+    of expert layers, a rank that waits for the others raises CollectiveMismatch within seconds.
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int, *, rows_per: str = "rank") -> None:

@@ -39,8 +39,8 @@ class GroupedExperts(nn.Module):
         act: the kind of MLP (see `weft.moe.mlp`).
         clamp: the constants of "clamped_swiglu".
         bias: whether each projection has a bias for every expert.
-        backend: "grouped_mm" multiplies the rows of all experts in one call. "loop", the reference, multiplies expert
-            by expert; the host waits for the `offsets` of `forward`. In three cases "grouped_mm" runs the loop and logs
+        backend: "grouped_mm" multiplies the rows of all experts in one call. "loop", the reference, makes one call per
+            expert; the host waits for the `offsets` of `forward`. In three cases "grouped_mm" runs the loop and logs
             a warning: in dtypes wider than fp32; if `hidden_size` or `intermediate_size` is not a multiple of 16 bytes;
             and on GPUs where `grouped_mm` leaves the gradients of experts without rows uninitialized.
         first_expert: the global number of the first expert on this rank. The initial weights of an expert depend on its
@@ -225,7 +225,7 @@ def _loop(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     ends = offsets.tolist()
     starts = [0, *ends[:-1]]
     products = [rows[start:end] @ expert for start, end, expert in zip(starts, ends, weight.unbind())]
-    # `grouped_mm` also returns a row for each input row after the last expert's.
+    # `grouped_mm` also returns a row for each input row after the rows of the last expert.
     room = rows.new_zeros(len(rows) - ends[-1], weight.shape[-1])
     return torch.cat([*products, room])
 

@@ -8,14 +8,14 @@ GATED = ("silu", "clamped_swiglu", "gelu_tanh")
 
 
 ROWS_PER = ("rank", "expert")
-"""What a row that is sent between ranks stands for: "rank" for all of a token's experts on one rank, "expert" for one
-of them."""
+"""A row that is sent between ranks stands for all of a token's experts on one rank ("rank"), or for a single expert
+("expert")."""
 
 
 class Clamp(NamedTuple):
     """The constants of the clamped SwiGLU (see `weft.moe.mlp`). `limit`: the outputs of the gate and up projections are
-    clamped to at most `limit`, and those of the up projection also to at least -`limit`. `alpha`: the factor inside the
-    sigmoid."""
+    clamped to at most `limit`. The output of the up projection is also clamped to at least -`limit`. `alpha`: the
+    factor inside the sigmoid."""
 
     limit: float = 7.0
     alpha: float = 1.702

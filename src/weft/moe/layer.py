@@ -223,8 +223,8 @@ class MoE(nn.Module):
     def receive(self, rows: Tensor, weights: Tensor | None, shared: Tensor | None, handle: Handle) -> Tensor:
         """Return the layer's output from the rows that came back; [rows, hidden] -> [batch, seq, hidden].
 
-        A token's output is the weighted sum of its rows, projected back to `hidden_size` if the layer has a
-        `latent_size`, plus `shared` if this is not None. `weights`: None with `rows_per="rank"`, where `run_experts`
+        A token's output is the weighted sum of its rows. If the layer has a `latent_size`, the sum is projected back to
+        `hidden_size`. `shared` is added if it is not None. `weights`: None with `rows_per="rank"`, where `run_experts`
         has applied the weights.
         """
         if isinstance(handle, Halves):
@@ -254,8 +254,8 @@ class MoE(nn.Module):
 
     def _shared(self, hidden: Tensor) -> Tensor:
         assert self.shared_expert is not None
-        # With this view, autograd sums the gradients of the uses below before it adds those of other uses of `hidden`:
-        # the same order of additions with and without a CUDA graph.
+        # With this view, autograd sums the gradients of the uses below before it adds the gradients of other uses of
+        # `hidden`. The order of additions is then the same with and without a CUDA graph.
         hidden = hidden.view_as(hidden)
         shared = self.shared_expert(hidden)
         if self.shared_expert_gate is not None:

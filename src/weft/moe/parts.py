@@ -115,7 +115,7 @@ def spans_of(sections: Sequence[tuple[int, int]], ranks: int, rank: int) -> list
 
 
 def units_of(units: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return which of `units` units `rank` uses, as (index of the first unit, count).
+    """Return the units that `rank` uses, of `units` units in all, as (index of the first unit, count).
 
     If `units` is a multiple of `ranks`, the parts are equal. If `ranks` is a multiple of `units`, several ranks share
     one unit. Otherwise the last ranks have fewer units, or none.

@@ -49,7 +49,7 @@ class Permutation:
 
         `indices` [rows]: the indices of the rows, sorted by token, then by slot. `offsets`: the start of each bag,
         then the number of rows. If `kept` is given, there may be more rows than kept assignments. The surplus entries
-        of `indices` are 0, and form one more bag after those of the tokens.
+        of `indices` are 0, and form one more bag after the tokens' bags.
         """
         tokens, k = self.rows.shape
         if self.kept is None:
@@ -200,8 +200,8 @@ def sum_slots(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tens
 
 
 def sum_bags(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tensor:
-    """Return the same sum as `sum_slots`, in one pass over the rows that exist. The result may differ in the last bits,
-    because products are not rounded before they are added.
+    """Compute the sum of `sum_slots` in one pass over the rows that exist. The result may differ from `sum_slots` in
+    the last bits, because products are not rounded before they are added.
 
     Assignments without a row add nothing, whatever their weight.
     """

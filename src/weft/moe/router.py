@@ -66,12 +66,12 @@ class Router(nn.Module):
             that the load becomes balanced (auxiliary-loss-free balancing, arXiv:2408.15664). The buffer is always fp32.
         aux_loss_coef: the coefficient of the balance loss of DeepSeek-V3 (equations 17 to 20). The loss of a sequence
             is the sum over experts of f * P. f is the expert's number of assignments, divided by the mean of these
-            numbers over experts. P is the mean over tokens of the expert's score / (the sum of the token's scores).
-            Assignments that are dropped later are counted too. The loss of a batch is the mean over its sequences. If
-            all data-parallel ranks have equally many sequences, the mean over these ranks equals the loss of one
-            process on all sequences.
-        z_loss_coef: the coefficient of the mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation
-            5).
+            numbers over experts. P is the expert's score, divided by the sum of the token's scores and averaged over
+            tokens. Assignments that are dropped later are counted too. The loss of a batch is the mean over its
+            sequences. If all data-parallel ranks have the same number of sequences, the mean over these ranks equals
+            the loss of one process on all sequences.
+        z_loss_coef: the coefficient of the z-loss, which is the mean of logsumexp(logits)^2 over tokens (ST-MoE,
+            arXiv:2202.08906, equation 5).
         capacity_factor: an expert accepts at most ceil(factor * seq * k / num_experts) assignments of a sequence: those
             with the highest scores, and among equal scores the earlier ones. The others are dropped and contribute
             nothing (GShard, arXiv:2006.16668). The limit is per sequence, so that the result does not depend on the

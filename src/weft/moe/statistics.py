@@ -28,7 +28,7 @@ def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -
 
 @torch.no_grad()
 def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
-    """Return each expert layer's router loss, summed over forwards since the last reset: one fp32 scalar by layer name.
+    """Return each expert layer's router loss, summed over forwards since the last reset: fp32 scalars by layer name.
 
     A router loss is the balance loss plus the z-loss, already multiplied by their coefficients. To get the mean, divide
     by the number of forwards and, if `group` is given, by its number of ranks. The arguments and the counted forwards

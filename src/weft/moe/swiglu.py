@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return `silu(gate) * up` for two tensors of the same shape (Shazeer 2020, arXiv:2002.05202). Differentiable once.
 
-    The result is bit-equal to that of `F.silu(gate) * up`, which would keep `silu(gate)` for backward. Here, backward
+    The result is bit-equal to `F.silu(gate) * up`. That expression would keep `silu(gate)` for backward. Here, backward
     recomputes `silu(gate)`.
     """
     return _SwiGLU.apply(gate, up)

@@ -11,8 +11,8 @@ The row also holds the numbers and weights of these experts.
 
 The bits of the weights and expert numbers are stored as elements of the row's dtype, so that a row is one piece of one
 tensor. In backward, rows contain the gradients of the weights in place of the weights. An expert's weight is applied
-once, on the expert's rank. The expert's rank sums the outputs of a row in the order in which the router ranked the
-experts. The token's rank sums over ranks in rank order. Both sums are in fp32 or wider, and the same in every run.
+once, on the expert's rank. The expert's rank sums the outputs of a row in the router's order of the experts, best
+first. The token's rank sums over ranks in rank order. Both sums are in fp32 or wider, and the same in every run.
 """
 
 import threading
@@ -96,7 +96,7 @@ def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) 
 
 
 class _Mode(threading.local):
-    """A flag for each thread. Ranks may be threads of one process, and others may run while one is in `in_halves`."""
+    """A flag for each thread. If ranks are threads of one process, one may be in `in_halves` while others are not."""
 
     halves = False
 

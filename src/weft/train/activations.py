@@ -1,6 +1,6 @@
 """Measures the activation memory of a step, on any device.
 
-Memory that an operation allocates counts from then on until nothing refers to it anymore. Memory that is still in use
+When an operation allocates memory, that memory counts until nothing refers to it anymore. Memory that is still in use
 at the end of the step, such as gradients and buffers, is not an activation and does not count.
 """
 
@@ -24,7 +24,7 @@ class Activations(TorchDispatchMode):
         self.peak = 0
         """The peak in bytes; known after the block."""
         self._changes: list[tuple[int, int]] = []
-        """(number of a storage, bytes allocated, negative if freed), in order of time."""
+        """Pairs in order of time: the number of a storage, and the bytes allocated (positive) or freed (negative)."""
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._made = 0
 

@@ -1,8 +1,8 @@
 """Rules for the buffers of your own model, such as the running statistics of BatchNorm.
 
     "broadcast"   after each step all ranks take the buffers of rank 0
-    "mean"        after each step all ranks take the mean; integer buffers are those of rank 0
-    "own"         each rank keeps its own buffers, and a checkpoint holds those of every rank
+    "mean"        after each step all ranks take the mean, but take integer buffers from rank 0
+    "own"         each rank keeps its own buffers, and a checkpoint holds the buffers of every rank
 
 With "broadcast" and "mean", buffers are equal on all ranks, so validation and checkpoints do not depend on the rank.
 These rules apply after every step, not only before a save, so that a resumed run equals an uninterrupted one.
@@ -41,7 +41,7 @@ def buffers_of(model: nn.Module, rule: Rule) -> "Buffers | None":
 
 
 class Buffers:
-    """The persistent unsharded buffers of `model`. With the rule "own", a checkpoint holds those of every rank."""
+    """The persistent unsharded buffers of `model`. With "own", a checkpoint holds the buffers of every rank."""
 
     per_rank = True
 
@@ -85,8 +85,8 @@ class Buffers:
         return (known[name] for name in self._buffers)
 
     def prepare_load(self, stored: Mapping[str, Any]) -> None:
-        """Note whether the checkpoint holds every rank's buffers (`stored`). If it does not, `load_state_dict` does
-        nothing, and every rank keeps the buffers that were loaded with the model."""
+        """Note whether `stored`, the entries in the checkpoint, has the buffers of every rank. If it is empty,
+        `load_state_dict` does nothing, and every rank keeps the buffers that were loaded with the model."""
         self._are_absent = not stored
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 A template is written in Jinja. It is the file `chat_template.jinja`, or `chat_template` in tokenizer_config.json. Text
 between {% generation %} and {% endgeneration %} counts as written by the assistant. For a template without these tags,
-a conversation is rendered up to each of the assistant's messages: once without the message but with the generation
-prompt, and once with the message. The text that only the second rendering has counts as written by the assistant.
+a conversation is rendered twice up to each message of the assistant: first without that message, but with the
+generation prompt, then with the message. Text that is only in the second rendering counts as written by the assistant.
 """
 
 import json
@@ -63,8 +63,8 @@ class ChatTemplate:
     def spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text, and the ranges (begin, end) of the characters that the assistant writes.
 
-        Raises ConfigError if the ranges cannot be determined: the template has no {% generation %}, and either renders
-        a message differently when others follow it, or renders an answer without the text that `prompt` appends.
+        Raises ConfigError if the ranges cannot be determined. This can happen only without {% generation %}: if the
+        template renders a message differently when others follow it, or an answer without the text that `prompt` adds.
         """
         if self.marks:
             return _unmarked(self._marked(messages, False))

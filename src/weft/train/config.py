@@ -58,7 +58,7 @@ class TrainConfig:
     """The configuration of a run. Its sections are the tables of the TOML file."""
 
     model: HybridConfig | OwnModelConfig = field(default_factory=lambda: _build(HybridConfig, _DEFAULT_MODEL, "model"))
-    """The model: the fields of `weft.models.HybridConfig`, or with `model.factory` those of `OwnModelConfig`."""
+    """The model: the fields of `weft.models.HybridConfig` or, with `model.factory`, the fields of `OwnModelConfig`."""
     data: DataConfig = field(default_factory=DataConfig)
     """The training and validation data."""
     train: LoopConfig = field(default_factory=LoopConfig)
@@ -126,7 +126,7 @@ class TrainConfig:
     @property
     def _own_chunks(self) -> int:
         """The number of pipeline stages on each rank, if `sharding.chunks` or the segments of the pattern determine it.
-        0 if the default of the schedule does."""
+        0 if the schedule's default determines it."""
         segments = len(self.hybrid.parsed.segments)
         return self.sharding.chunks or (max(1, segments // self.sharding.pp) if segments > 1 else 0)
 
@@ -152,7 +152,7 @@ class TrainConfig:
         - a global batch that cannot be divided into equally many microbatches for each data-parallel rank
         - `train.overlap` with only one microbatch per step on each rank
         - sizes that do not fit into memory
-        - a `model.vocab_size` below that of the tokenizer
+        - a `model.vocab_size` smaller than the tokenizer's vocabulary
         """
         pp = self.sharding.pp
         fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -258,7 +258,7 @@ def to_dict(config: TrainConfig, *, own_task: bool = False) -> dict[str, dict[st
 
 
 def to_toml(config: TrainConfig, *, own_task: bool = False) -> str:
-    """Return the settings of `to_dict` as TOML text. Unless `own_task` is set, `parse_config` makes an equal
+    """Return the settings of `to_dict` as TOML text. Without `own_task`, `parse_config` makes an equal
     configuration from the text."""
     tables = []
     for section, values in to_dict(config, own_task=own_task).items():
@@ -305,7 +305,7 @@ def _build(section_class: Any, values: Mapping[str, Any], section: str) -> Any:
 
 
 def _unknown(section: str, name: str | None) -> str:
-    """Return the message for an unknown setting, or section (`name` None), with the nearest known one."""
+    """Return the message for an unknown setting or, if `name` is None, an unknown section. It suggests a known one."""
     every = {s: [f.name for f in dataclasses.fields(c) if f.init] for s, c in SECTIONS.items()}
     word, known, shown = (section, list(every), "[{}]") if name is None else (name, every[section], section + ".{}")
     homes = [f"{s}.{word}" for s, names in every.items() if word in names]
@@ -326,7 +326,7 @@ def _no_table(section: str, value: Any) -> str:
 
 
 def _unpin_warmup(tables: dict[str, Any]) -> tuple[str, ...]:
-    """Unset `schedule.warmup_steps` if an override sets `train.steps` to a number too small for it.
+    """Unset `schedule.warmup_steps` if an override sets `train.steps` too low for that many warmup steps.
 
     Any configuration can then be tried for a few steps. Returns the lines to print.
     """

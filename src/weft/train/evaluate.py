@@ -70,7 +70,8 @@ def _moved(leaf: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dict[str, float]:
-    """Return the validation loss and the numbers that your loss returns, by name: means over all ranks' microbatches.
+    """Return, by name, the validation loss and the numbers that your loss returns. Each is a mean over the microbatches
+    of all ranks.
 
     Collective. Returns {} if there is no validation set. `moved`: a function that tells the watchdog that this rank
     makes progress. It is called before each call of `task.validation_losses`.
@@ -84,7 +85,7 @@ def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dic
             moved()
             losses = task.validation_losses([move(microbatch, device) for microbatch in several])
             for (loss, own), weight in zip(losses, weights):
-                if weight:  # a microbatch of weight 0 has no labels, so its mean is NaN
+                if weight:  # a microbatch of weight 0 has no labels, so its loss is NaN
                     total += loss.double() * weight
                 numbers.add(own)
     shared = torch.cat([total[None], total.new_tensor([count, *numbers.marks()])])

@@ -398,8 +398,8 @@ def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
     """Train in the default process group, or in this process alone if there is none. Every rank calls this function.
 
     `resume`: True resumes the newest run named `run.name` that has a committed checkpoint. A string is the directory of
-    the run to resume. False starts a new run, unless `run.resume` is true: then it means True. Returns the
-    trainer, whose `model` is trained.
+    the run to resume. False starts a new run, but means True if `run.resume` is true. Returns the trainer,
+    whose `model` is trained.
     """
     if not dist.is_initialized():
         begin_alone()

@@ -1,7 +1,7 @@
 """Builds the optimizer that a configuration names, for a sharded model.
 
     name                      updates
-    of torch.optim            every parameter; with `flat`, a few flat tensors
+    a class of torch.optim    every parameter; with `flat`, they are joined in a few flat tensors
     "Muon"                    matrices of layers, each whole on one rank; AdamW updates the others
     "package.module:Class"    every parameter
 
@@ -203,8 +203,8 @@ def _decay_groups(
 
 
 def _options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) -> dict[str, Any]:
-    """Return the options of [optimizer] that `cls` takes. Raises ConfigError if an option that it does not take is not
-    at its default."""
+    """Return the options of [optimizer] that `cls` takes. Raises ConfigError if any other option differs from its
+    default."""
     takes = inspect.signature(cls).parameters
     found: dict[str, Any] = {"lr": config.lr}
     for name in ("betas", "eps", "weight_decay"):

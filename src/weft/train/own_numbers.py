@@ -48,7 +48,7 @@ class OwnNumbers:
         return [float(mark) for part in parts for mark in (part, part * part)]
 
     def means(self, marks: Sequence[float]) -> dict[str, float]:
-        """Return the mean of each number, by name, over those microbatches of all ranks that have it. Collective.
+        """Return the mean of each number, by name, over all ranks' microbatches that have it. Collective.
 
         `marks`: the sums over ranks of `self.marks()`. Raises ConfigError on all ranks if the names differ between
         ranks.

@@ -45,7 +45,7 @@ class Passes:
         self.table = config.table(dist.get_world_size()) if config.sharding.pp > 1 else None
         """The pipeline schedule of a step; None without stages."""
         self._are_counted = not counts
-        """Whether operations have been counted, or need not be."""
+        """Whether nothing is left to count: operations have been counted, or are not wanted."""
         self.operations: Operations | None = None
         """The number of operations of this rank in a step; None until they are counted."""
         self.activations: Activations | None = None
@@ -58,8 +58,8 @@ class Passes:
         """The named scalars of the last step's losses."""
 
     def run(self, step: int, microbatches: list[Any]) -> torch.Tensor:
-        """Compute the gradients of the mean of this rank's losses, weighted by `microbatch_weights`. Return, in a 1-D
-        tensor on the device, each microbatch's loss times its weight."""
+        """Compute the gradients of this rank's mean loss, with each loss weighted by `microbatch_weights`. Return each
+        microbatch's loss times its weight, in a 1-D tensor on the device."""
         self.own_numbers = OwnNumbers(self._device)
         if self._are_counted:
             return self._forward_backward(step, microbatches)

@@ -55,7 +55,7 @@ class Saves:
         self.saved_step = 0
         """The step of the newest checkpoint on disk that this run wrote or read."""
         try:
-            self.checkpoints.claim()  # before choosing a checkpoint: the previous writer may still save one
+            self.checkpoints.claim()  # first, because the previous writer may still save a checkpoint
             if config.memory_every and memory is not None:
                 self.copies = CheckpointManager(memory, keep=1)
                 self.copies.claim()
@@ -87,7 +87,7 @@ class Saves:
         return self.saved_step
 
     def check_room(self) -> None:
-        """Raise ConfigError if two copies do not fit into host memory: the last copy is kept while the next is written.
+        """Raise ConfigError if two copies do not fit into host memory. The last copy is kept while the next is written.
 
         If the optimizer has no state yet, two tensors are counted for each parameter.
         """
@@ -118,7 +118,7 @@ class Saves:
         if self.saved_step == step:
             return False
         if self._config.keep_best:
-            self.checkpoints.wait()  # the previous best checkpoint stays until this one is complete
+            self.checkpoints.wait()  # or the running save could delete the previous best checkpoint too early
             self.checkpoints.protected = {best_step}
         self.checkpoints.save(step, self._state(), asynchronous=self._config.asynchronous, committed=committed)
         self.saved_step = step

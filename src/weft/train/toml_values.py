@@ -32,7 +32,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Return a list of the word in `known` most similar to `word`, ignoring case, or `[]` if none is similar."""
+    """Return a list with the one word in `known` most similar to `word`, ignoring case, or `[]` if none is similar."""
     by_lower = {each.lower(): each for each in known}
     return [by_lower[each] for each in difflib.get_close_matches(word.lower(), by_lower, n=1)]
 

@@ -64,7 +64,7 @@ class Trainer(loop.Trainer):
             and each save (which may not be committed yet).
         resume: True resumes the newest run named `run.name` that has a checkpoint. A path resumes the run in that
             directory. "or-start" is like True, but starts a new run if there is no checkpoint. False starts a new run,
-            unless the configuration sets `run.resume` to true: then it is like True.
+            but is like True if the configuration sets `run.resume` to true.
         say: a function that is called with lines of text, on all ranks. Default: print them on rank 0.
 
     Raises ConfigError for an invalid configuration or argument, and CheckpointError or CheckpointMismatch for a

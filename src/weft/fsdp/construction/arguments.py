@@ -1,4 +1,4 @@
-"""Checks the arguments of `fully_shard` that can be checked without its parameters.
+"""Checks the arguments of `fully_shard` that can be checked without the parameters of the modules.
 
 mesh                         dp_mesh_dims                              fully_shard uses
 ---------------------------  ----------------------------------------  ---------------------------

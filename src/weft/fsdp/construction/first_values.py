@@ -9,8 +9,8 @@ Tensors on a real device, such as weights that were loaded with `assign=True`, k
 sees copies of them. New memory holds a recognizable pattern (`weft.memory.blank`), so memory that is left unfilled
 raises an error.
 
-Parameters of modules without `reset_parameters()` are sharded unfilled, and their buffers stay on the meta device. The
-model's `init_weights()` or a state dict fills the shards later. `model.to_empty(device=...)` allocates only the
+If a module has no `reset_parameters()`, its parameters are sharded unfilled, and its buffers stay on the meta device.
+The model's `init_weights()` or a state dict fills the shards later. `model.to_empty(device=...)` allocates only the
 buffers. The first pass raises an error if a parameter or buffer is still unfilled.
 
 A tied parameter is filled once, by the first module that can fill it. A tensor-parallel parameter is filled as a whole,
@@ -129,7 +129,7 @@ def _children_first(modules: Iterable[nn.Module]) -> dict[nn.Module, int]:
         if module not in seen:
             seen.add(module)
             ahead += [each for each in reversed([*module.children()]) if each in inside and each not in seen]
-        else:  # its children have ended
+        else:  # all its children are numbered
             ordered.setdefault(ahead.pop(), len(ordered))
     return ordered
 
@@ -172,7 +172,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _take_over(where: dict[str, Any], name: str, memory: torch.Tensor) -> None:
-    """Copy a tensor that `reset_parameters()` has assigned as `name` into `memory`, and register `memory` again."""
+    """If `reset_parameters()` has assigned a tensor as `name`, copy it into `memory`. Register `memory` again."""
     assigned, where[name] = where.get(name), memory
     if assigned is not memory and assigned is not None and not assigned.is_meta:
         if assigned.shape != memory.shape:

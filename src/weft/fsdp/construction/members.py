@@ -1,7 +1,7 @@
-"""The parameters that one `fully_shard` call shards: those of its modules, without the parameters of nested units.
+"""The parameters that one `fully_shard` call shards: all parameters of its modules that are in no nested unit.
 
 Parameters with equal mesh, dtypes and `requires_grad` form one group. A tied parameter that already belongs to another
-unit stays in that unit, which then registers its tensors in these modules too.
+unit stays in that unit. That unit then also registers the parameter's tensors in these modules.
 """
 
 from typing import Any
@@ -67,7 +67,7 @@ class Members:
         return Unsharded(parameter, parameter, slot, mesh, parallel, recipe, cutting)
 
     def _check_tied(self) -> None:
-        """Raise ValueError if an enclosing unit owns a tied parameter, or its owner has another dtype or format."""
+        """Raise ValueError if the unit that owns a tied parameter encloses this one, or has another dtype or format."""
         modules, policy, kind = self._request.modules, self._request.policy, kind_of(self._request.modules[0])
         for parameter, slot, tied in self._tied:
             if any(one in other.modules() for other in alive(tied.unit.modules) for one in modules):
@@ -196,7 +196,7 @@ def _refuse_shared_memory(owners: dict[nn.Module, str], found: dict[nn.Parameter
 
 
 def _span(tensor: torch.Tensor) -> tuple[str, int, int] | None:
-    """Return the device, the start and the end address of `tensor`; None if it has gaps, where others may lie."""
+    """Return the device, the start and the end address of `tensor`; None if other tensors may lie in gaps of it."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
     if tensor.layout is not torch.strided:
@@ -218,7 +218,7 @@ def _copy_assigned(module: nn.Module, state_dict: dict, prefix: str, local_metad
         value = state_dict.get(prefix + name)
         if not isinstance(parameter, UnevenDTensor) or not isinstance(value, torch.Tensor):
             continue
-        if value.shape != parameter.shape:  # torch reports these
+        if value.shape != parameter.shape:  # torch reports wrong shapes
             continue
         if value.dtype != parameter.dtype:
             raise ValueError(

@@ -92,8 +92,8 @@ class BlockAtomic:
 
 
 def cutting_of(parameter: nn.Parameter, name: str, choice: Any, recipe: Quantization | None) -> tuple[int, int]:
-    """Return the number of elements between possible cuts of `parameter`, and the dimension that is cut. Both are those
-    of this rank's slice if the parameter is tensor-parallel. No cut divides a block of `recipe`. Raises ValueError if
+    """Return the number of elements between possible cuts of `parameter`, and the dimension that is cut. For a
+    tensor-parallel parameter, both refer to this rank's slice. No cut divides a block of `recipe`. Raises ValueError if
     `choice`, the result of `shard_placement_fn`, is not supported or does not fit the shape or `recipe`."""
     shape = tuple(local_of(parameter).shape)
     step, dim = _granularity(shape, name, choice)

@@ -35,11 +35,11 @@ from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
 from weft.fsdp.parameter import known, record_of
 
-PART_CLASS = "_weft_part_class"  # the attribute of a DTensor with the class of its local part
+PART_CLASS = "_weft_part_class"  # the attribute in which a DTensor stores the class of its part
 
 
 originals: MutableMapping[Any, "weakref.ref[nn.Parameter]"] = WeakTensorKeyDictionary()
-"""Maps the leaves that stand in for parameters during a graph capture to these parameters."""
+"""During a graph capture, leaves stand in for parameters. This maps each leaf to its parameter."""
 substitutes: dict[str, Callable[..., Any]] = {}
 """Functions to call during a graph capture: `answer` in place of `weight_gradient`, `enter` in place of `whole`."""
 
@@ -86,7 +86,7 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 def original_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter for which this leaf stands in, or `parameter` itself."""
+    """Return `parameter` or, if it is a leaf that stands in for a parameter, that parameter."""
     if parameter not in originals:
         return parameter
     original = originals[parameter]()
@@ -95,7 +95,8 @@ def original_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor's local tensor, or a plain one unchanged. If it requires grad, `parameter_of` inverts this."""
+    """Return a DTensor's local tensor, or a plain tensor unchanged. If the result requires grad, `parameter_of` inverts
+    this."""
     if not isinstance(parameter, DTensor):
         return parameter
     part = parameter.to_local()

@@ -1,4 +1,4 @@
-"""The gradients of one parameter group: those of autograd are packed, reduced and published as `.grad`.
+"""The gradients of one parameter group: autograd's gradients are packed, reduced and published as `.grad`.
 
     buffer    lives       placement    dtype        holds
     packed    briefly     Partial      reduce       this rank's gradients
@@ -52,7 +52,7 @@ TRANSITIONS = {  # caused by: what happens
     (Where.ON_THE_WAY, "wait"): Where.SUMMED,  # the same, if the outer axis waits for the last microbatch
     (Where.REDUCED, "publish"): Where.NOWHERE,  # the end of a backward: `main` becomes `.grad`; the user owns it
 }
-"""All transitions except that of `discard`, which leads from any state to `NOWHERE` after an exception."""
+"""In addition, `discard` leads from any state to `NOWHERE`, after an exception."""
 
 
 class GroupGradients:
@@ -71,7 +71,7 @@ class GroupGradients:
         self._parameters = parameters
         self._stages = [GradientStage(plan, axis) for axis in reversed(range(plan.mesh.ndim))]
         """The stages of reduction, one for each mesh axis, the shard axis first."""
-        self._finishes = False  # whether the reductions in flight, the last of the step, run all stages
+        self._finishes = False  # whether the reductions in flight run all stages, as a step's last ones do
         self.declared = [each for each in parameters if hasattr(each.full, "grad_added_to_main_grad")]
         """The parameters whose modules have declared that they add to `main_grad`."""
 
@@ -96,7 +96,7 @@ class GroupGradients:
         return self._stages[0].buffer is not None
 
     def accumulates(self, finishing: bool = True) -> bool:
-        """Return whether gradients wait for a reduction; with `finishing=False`, for one over the shard axis."""
+        """Return whether gradients wait for a reduction. `finishing=False`: for a reduction over the shard axis."""
         return self.where is Where.PACKED or (finishing and self.where is Where.SUMMED)
 
     # --- gradients that modules write ---------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class GroupGradients:
 
     @property
     def bucket_kind(self) -> Any:
-        """Process group and dtype of the reduction. If both are equal, reductions may share a message. None: never."""
+        """Process group and dtype of the reduction. Reductions of equal kinds may share a message. None: never."""
         return self._bucket_kind if self.hook is None and not self.sums_only else None
 
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:

@@ -53,10 +53,10 @@ class MainGradients:
         ]
 
     def _exclusive(self, kept: Sequence[ShardedParameter], *, renewed: bool) -> FlatBuffer:
-        """Return the buffer, in new memory if other code holds published tensors that are no longer `.grad`. If any
-        parameters are `kept`, their gradients stay, and those of the others become zeros. `renewed`: another backward
-        will overwrite the buffer. Then, unless all are `kept`, the buffer also gets new
-        memory if other code has views of published gradients."""
+        """Return the buffer. It is in new memory if other code holds published tensors that are no longer `.grad`. The
+        gradients of `kept` parameters stay. If there are any, the other parameters' gradients become zeros. `renewed`:
+        whether another backward will overwrite the buffer. If so, and if not all parameters are `kept`, views that
+        other code has of published gradients also lead to new memory."""
         old = self.buffer
         stays = set(kept)  # usually all or none
         dropped = [each for each in self._parameters if each not in stays] if kept else self._parameters
@@ -105,7 +105,7 @@ class MainGradients:
         return main
 
     def window(self, start: int, stop: int) -> torch.Tensor:
-        """Return this rank's gradients of the layout's elements `[start, stop)`: the same tensor for the same range."""
+        """Return this rank's gradients of the layout's elements `[start, stop)`. Equal calls return the same tensor."""
         assert self.buffer is not None, "there are no gradients yet"
         if (start, stop) not in self._windows:
             self._windows[start, stop] = self.buffer.within(start, stop)

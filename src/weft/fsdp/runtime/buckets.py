@@ -63,7 +63,7 @@ class Bucket:
         fulls: list[torch.Tensor | None] = []
         coming: list[Unit] = []
         for unit in self._units:
-            comes = not unit.resident and unit.has_room()  # beside the units before it, which have taken memory
+            comes = not unit.resident and unit.has_room()  # the units before it have taken their memory already
             if comes:
                 unit.turn(backward)
                 self._channels.on_gather(unit)

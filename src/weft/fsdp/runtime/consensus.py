@@ -1,4 +1,4 @@
-"""The ranks of one model agree on the groups that they reduce, the parameters with gradients, and the order.
+"""The ranks of one model agree on the groups to reduce, the parameters with gradients, and the order of the units.
 
     when                 a rank sends                                    result on all ranks
     -------------------  ----------------------------------------------  -----------------------------------------------
@@ -68,8 +68,8 @@ class Consensus:
         return trains
 
     def take(self, trains: Sequence[bool] | None) -> None:
-        """Set which groups are reduced: those for which `trains`, the result of `ask`, is true. None: no change. If the
-        ranks exchange nothing, `trains` is ignored, and the groups that this rank trains are reduced."""
+        """From now on, reduce the groups for which `trains`, the result of `ask`, is true. None: change nothing. If the
+        ranks exchange nothing, ignore `trains`, and reduce the groups that this rank trains."""
         if self.is_alone or not self._agreement.checks:
             self._reduce([group.trainable for group in self._groups])
         elif trains is not None:
@@ -118,7 +118,7 @@ class Consensus:
                 reductions.start(unit.number, [group for group in late if group.agreed])
         for unit, resharded in zip(units, reshards):
             unit.resharded = False
-            if resharded and USER in unit.holders:  # another rank's pass resharded it; it did not run here
+            if resharded and USER in unit.holders:  # a pass resharded it on another rank, and not here
                 unit.release(USER)
         if same_order and reductions.arrived:
             reductions.agreed = tuple(reductions.arrived)

@@ -23,8 +23,8 @@ Part = Callable[[], Ticket]
 
 
 class Steps:
-    """Counts this rank's optimizer steps. A step is recognized by writes to main weights after the last
-    backward before it.
+    """Counts this rank's optimizer steps. A backward that is the last before a step announces the step. Writes to main
+    weights after that backward show that the step has happened.
 
         rank 0   ... the last backward ends | step | forward: waits for the shard of rank 1
         rank 1   ... the last backward still waits for other ranks, or rank 1 clips gradients
@@ -90,8 +90,8 @@ class GatherHelper:
         return is_first
 
     def offer(self, units: Sequence[Unit]) -> None:
-        """Register with the hang detector functions that join the gathers of `units`, if their transport has the
-        capability `helpers`. Do nothing before the first `begin_pass`."""
+        """For each gather of `units` whose transport has the capability `helpers`, register a function that joins the
+        gather. The hang detector calls these functions. Do nothing before the first `begin_pass`."""
         watch, lanes, join = self._watched_by, self._channels, weakly(self._join)
         if watch is None:
             return

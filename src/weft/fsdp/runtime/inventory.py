@@ -39,7 +39,7 @@ _trains = attrgetter("requires_grad")
 
 
 class Inventory:
-    """Finds parameters under `roots`, the modules of the root unit, that are in no unit. Has weak references only."""
+    """Finds parameters of `roots`, the modules of the root, if they are in no unit. Has weak references only."""
 
     def __init__(self, roots: Iterable[nn.Module], units: Sequence[Unit]) -> None:
         """`units`: all units of the model, the root first. Raises RuntimeError as `check` does."""
@@ -114,7 +114,7 @@ _LOOKS = 16  # the number of backwards in which a root is looked for, because a 
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
     """Raise RuntimeError if a module around a root has a parameter that is in no unit and that a backward of `outputs`
-    reaches. `roots`: the roots that no backward has reached yet. Return those to look for in the next backward."""
+    reaches. `roots`: the roots that no backward has reached yet. Return the roots to look for in the next one."""
     leaves = set(_leaves(outputs))
     reached = {id(record.unit.channels) for leaf in leaves if (record := record_of(leaf)) is not None}
     if suspects := set(filter(_is_suspect, leaves)):
@@ -129,7 +129,7 @@ def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | Gradie
 
 
 def _refuse(suspects: set[Any], roots: Iterable[Any], parents: dict[nn.Module, list[nn.Module]]) -> None:
-    """Raise for parameters of modules around `roots` whose gradients nothing reduces."""
+    """Raise for parameters whose gradients nothing reduces, in modules around `roots`."""
     for unit in roots:
         for around in _above(alive(unit.modules), parents):
             for name, parameter in around.named_parameters():
@@ -144,7 +144,7 @@ def _refuse(suspects: set[Any], roots: Iterable[Any], parents: dict[nn.Module, l
 
 
 def _warn(suspects: set[Any], reached: Sequence[Any], parents: dict[nn.Module, list[nn.Module]]) -> None:
-    """Warn about parameters beside the models of the roots `reached` whose gradients nothing reduces."""
+    """Warn about parameters whose gradients nothing reduces, beside the models of the roots `reached`."""
     if not reached or dist.get_world_size() == 1 or dist.get_rank() > 0:
         return
     apart = sorted(

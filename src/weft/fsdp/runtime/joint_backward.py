@@ -76,7 +76,7 @@ _endings: "weakref.WeakValueDictionary[int, _Ending]" = weakref.WeakValueDiction
 
 
 def end_with_backward(place: int, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Call `ended` when the running backward ends, or `failed` if it raises. Its models end in order of `place`."""
+    """Call `ended` when the running backward ends, or `failed` if it raises. Models end in order of `place`."""
     task = torch._C._current_graph_task_id()
     ending = _endings.get(task)
     if ending is None:

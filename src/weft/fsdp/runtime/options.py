@@ -13,7 +13,7 @@ BUCKET_BYTES: int | None = None  # the default of `RuntimeOptions.bucket_bytes`
 
 class CaptureTable(Protocol):
     """The captured graphs of one model's parts. `failed`: per part, whether a capture failed on this rank since the
-    last `agree`. `agree`: gets, per part, whether a capture failed on any rank; the other parts may then replay."""
+    last `agree`. `agree`: gets, per part, whether a capture failed on any rank; parts without a failure may replay."""
 
     @property
     def failed(self) -> list[bool]: ...
@@ -85,9 +85,9 @@ class RuntimeOptions:
             )
 
     def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
-        """Return these options, those of a new root, with the changes that method calls have made to an inner model's
-        options. `given`: its options before the changes. `now`: after them. A changed `max_live_reduce_buffers` applies
-        only if it exceeds the root's."""
+        """Return `self`, the options of a new root, with the changes that method calls have made to an inner model's
+        options. `given`: the inner model's options before the changes. `now`: its options after the changes. A changed
+        `max_live_reduce_buffers` applies only if it exceeds the root's."""
         buffers, separate = self.max_live_reduce_buffers, self.separate_all_gather_group
         if now.max_live_reduce_buffers != given.max_live_reduce_buffers:
             buffers = max(buffers, now.max_live_reduce_buffers)

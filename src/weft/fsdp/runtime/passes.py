@@ -33,7 +33,7 @@ TRANSITIONS = {  # caused by
     (Pass.SCHEDULE, "end"): Pass.IDLE,
     (Pass.FAILED, "recover"): Pass.IDLE,  # the next call: a forward, a backward, `unshard()`, a state dict, ...
 }
-"""In addition, an exception that leaves a pass fails it, and the end of a backward restores the state before it."""
+"""In addition, an exception that ends a pass leads to FAILED, and the end of a backward restores the prior state."""
 
 
 class Passes:

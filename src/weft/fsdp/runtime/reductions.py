@@ -1,7 +1,7 @@
 """The reductions of one model's gradients: when they are due, and how they are started.
 
-`weft.layout.turns` decides the order in which reductions start, which share a message, and how many are in flight. This
-file applies its decisions to groups, lanes and tickets.
+`weft.layout.turns` decides in which order reductions start, which of them share a message, and how many are in flight.
+This file applies these decisions to groups, lanes and tickets.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class Reductions(ReductionOrder):
         return not any(group.placements.reduces_each_microbatch for group in unit.groups)
 
     def _finishes(self, unit: Unit) -> bool:
-        """Return whether reductions of `unit` started now include all stages."""
+        """Return whether reductions of `unit` that start now run all stages."""
         return unit.requires_all_reduce and self.last_backward and not self.more_to_come
 
     def begin(self) -> None:
@@ -86,7 +86,7 @@ class Reductions(ReductionOrder):
         """Pack the gradients of `unit`. Start their reduction, unless they wait for a later backward or their turn."""
         if not unit.trainable_groups:
             return
-        if torch.is_grad_enabled():  # in a schedule; a backward has disabled it
+        if torch.is_grad_enabled():  # in a schedule; autograd's backward disables gradients itself
             with torch.no_grad():
                 self.reduce(unit)
             return
@@ -99,7 +99,7 @@ class Reductions(ReductionOrder):
             self._note(unit, unit.trainable_groups)
 
     def _note(self, unit: Unit, groups: Sequence[ParameterGroup]) -> None:
-        """Log reductions whose order may differ between ranks. Those without tags are logged when they start."""
+        """Log reductions whose order may differ between ranks. Without tags, they are logged when they start."""
         for group in groups:
             self._agreement.note(unit.number, "reduction", group.gradients.sent)
 
@@ -137,7 +137,7 @@ class Reductions(ReductionOrder):
                     self.make_room(unit.number, group, defer=defer)
                 group.gradients.offer(self._channels.gradients, defer=defer)
 
-    # --- what `ReductionOrder` calls, and describes -------------------------------------------------------------------
+    # --- methods that `ReductionOrder` describes and calls ------------------------------------------------------------
 
     def groups_of(self, unit: int) -> Sequence[ParameterGroup]:
         """Return the unit's groups that all ranks reduce."""

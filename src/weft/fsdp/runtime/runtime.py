@@ -9,7 +9,7 @@
     begin_backward               register a callback for the end of autograd's backward; a failure drops the callback
     end_backward                 end the calls that no hook has ended; agree with the other ranks; collect the
                                  reductions; free the units' memory; plan memory; set `.grad`
-    fail, recover                drop holders and, in a backward, gradients immediately; the rest at the next call
+    fail, recover                immediately drop holders and, in a backward, gradients; clean up at the next call
 
 `passes` knows the current pass, `shared` acts on all units, `consensus` exchanges state with the other ranks, and
 `joint_backward` handles backwards that run through several models of the process.
@@ -100,7 +100,7 @@ class Runtime(Shared):
         return in_backward() and (torch.is_grad_enabled() or self.passes.current is Pass.BACKWARD)
 
     def end_forward(self, error: BaseException | None = None) -> None:
-        """End a call of a sharded module. The outermost call ends the pass. `error`: what the call has raised."""
+        """End a call of a sharded module. The outermost call ends the pass. `error`: the call's exception."""
         self._depth = max(self._depth - 1, 0)
         if self._depth or (self._recomputes and self.passes.current is not Pass.EVALUATION):
             return
@@ -274,8 +274,8 @@ class Runtime(Shared):
     # --- failure ------------------------------------------------------------------------------------------------------
 
     def note_failure(self, what: str, error: BaseException) -> None:
-        """Remember that `what` raised `error`. Report it to other ranks only if it ends the pass: a caller
-        may catch it."""
+        """Remember that `what` raised `error`. Other ranks are told only if `error` ends the pass, because a
+        caller may catch it."""
         if self._failure is None or self._failure[0] is not error:
             self._failure = (error, what)
 

@@ -109,29 +109,29 @@ class Shared:
                     self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
 
     def _before_renewal(self, unit: Unit) -> None:
-        """Agree on the maxima of weights that were written, and log the gather, so that the ranks can compare it: each
-        rank starts one if it has written to the weights itself."""
+        """Agree on the maxima of weights that were written. Log the gather, so that the ranks can compare gathers: a
+        rank starts one only if it has written to the weights itself."""
         agree_on_maxima(group for group in unit.groups if group.is_stale)  # other groups keep their quantized values
         if self.passes.current is not Pass.EVALUATION:
             self._agreement.note(unit.number, "renewed all-gather", unit.gathered_bytes)
 
     @property
     def steady_passes(self) -> int:
-        """The number of backwards, evaluations and schedules since the memory plan changed; 0 if the last deviated."""
+        """The number of backwards, evaluations and schedules since the memory plan changed; 0 after a deviation."""
         return self.channels.weights.steady if self.gathers.current.on_plan else 0
 
     # --- all units --------------------------------------------------------------------------------------------------
 
     def _begin_units(self) -> None:
         """End the holds of an earlier pass on all units."""
-        for unit in self.units:  # holds of all units first: a holder of a unit also holds units tied to it
+        for unit in self.units:  # first end all holds: a holder of a unit also holds units tied to it
             if unit.holders:
                 unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
         for unit in self.units:
             unit.begin_pass()
 
     def _renew_units(self) -> None:
-        """Gather held weights again if they are older than the main weights, at the beginning of a pass."""
+        """At the beginning of a pass, gather held weights again if they are older than the main weights."""
         for unit in self.units:
             if unit.holders and unit.is_stale:
                 unit.renew()
@@ -148,8 +148,8 @@ class Shared:
             unit.forget()
 
     def _come_to_rest(self, stays: Callable[[Unit], bool] | None, *, complete: bool) -> None:
-        """Free the weights of all units except those for which `stays` is true. `complete`: no call is running; raise
-        RuntimeError if a computation still holds weights."""
+        """Free the weights of all units except those for which `stays` is true. `complete`: whether no call is
+        running. If so, raise RuntimeError if a computation still holds weights."""
         self._finish_uploads()
         for unit in self.units if complete else ():
             if unit.holders and unit.computes:

@@ -26,15 +26,15 @@ def equalize(group: ParameterGroup) -> None:
 
 
 def rest(group: ParameterGroup) -> None:
-    """Quantize weights kept only in quantized form, and free their main weights. If they have no values yet, or
-    payloads are gathered once per step, leave this to the first pass. Collective if each matrix has one scale."""
+    """Quantize weights that are kept only as a payload, and free their main weights. If the weights have no values yet,
+    or payloads are gathered once per step, the first pass does this. Collective if each matrix has one scale."""
     if group.payload_only is not None and not group.unfilled and not group.refreshed_bytes:
         agree_on_maxima([group])
         group.rest(quantize=True)
 
 
 def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
-    """Broadcast the parameters that are not sliced by tensor parallelism, over the tensor-parallel ranks. Leave out
+    """Over the tensor-parallel ranks, broadcast the parameters that tensor parallelism does not slice. Leave out
     parameter groups whose mesh has several of these ranks. Collective."""
     for slices in dict.fromkeys(own for group in groups for own in group.slice_groups):
         ranks = set(dist.get_process_group_ranks(slices))

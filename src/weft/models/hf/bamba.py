@@ -1,4 +1,4 @@
-"""Bamba: each layer is Mamba-2, or attention that rotates half of each head, followed by SwiGLU."""
+"""Bamba: each layer is Mamba-2 or attention, followed by SwiGLU. Attention rotates half of each head."""
 
 import math
 from typing import Any
@@ -45,7 +45,7 @@ def read_mamba(raw: Raw) -> Raw:
 
 
 def write_mamba(cfg: HybridConfig) -> Raw:
-    """Return the computed Mamba fields of config.json. Without Mamba layers they are placeholders for `read_mamba`."""
+    """Return the computed Mamba fields of config.json. Without Mamba layers, they only satisfy `read_mamba`."""
     if "M" not in cfg.pattern:
         return {"mamba_n_heads": 1, "mamba_d_head": cfg.hidden_size, "mamba_expand": 1, "mamba_n_groups": 1}
     high: Any = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max

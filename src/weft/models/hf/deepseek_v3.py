@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv:2412.19437): latent attention, dense layers first, then routed experts and a shared expert."""
+"""DeepSeek-V3 (arXiv:2412.19437): latent attention; dense MLPs in the first layers, experts in the others."""
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig

@@ -25,11 +25,11 @@ class Depths:
     """The tensor names of a family's prediction depths (multi-token prediction modules).
 
     - `symbols(config_json)`: returns the pattern symbols of each depth, such as "*E".
-    - `prefix(trunk, length, number, place)`: returns the prefix of the names of layer `place` in depth `number`, both
+    - `prefix(trunk, length, number, place)`: returns the name prefix of layer `place` in depth `number`, both counted
       from 0. On disk, the main model has `trunk` layers, and each depth has `length` layers.
-    - `around`: maps weft's names of a depth's modules outside of its layers to their names on disk. In a name on disk,
+    - `around`: the modules of a depth outside of its layers. Maps weft's names to names on disk. In a name on disk,
       {first} and {last} stand for the prefixes of the depth's first and last layer.
-    - `copies`: maps each module of the main model that every depth stores again to the name of that copy on disk.
+    - `copies`: the modules of the main model of which every depth stores a copy. Maps weft's names to names on disk.
     - `most`: the maximum number of depths. None: no limit.
     - `counted`: the field of config.json with the number of depths.
     """
@@ -47,7 +47,7 @@ class Depths:
         return {ours: theirs.format(first=first, last=last) for ours, theirs in self.around.items()}
 
     def copies_of(self, module: str, trunk: int, length: int, count: int) -> list[str]:
-        """Return the names on disk of the copies of the main model's `module` in a model of `count` depths."""
+        """Return the names on disk under which `count` depths store their copies of the main model's `module`."""
         if module not in self.copies:
             return []
         return [self.copies[module].format(first=self.prefix(trunk, length, number, 0)) for number in range(count)]

@@ -138,7 +138,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 class TensorWriter:
-    """Writes tensors into files. Each has at most `file_bytes` bytes of tensors, or one larger tensor.
+    """Writes tensors into files. Each file has at most `file_bytes` bytes of tensors, or one larger tensor.
 
     The directory is complete when the `with` block ends. If the block raises, the files are deleted. No tensor is held
     in memory: each is copied into a memory-mapped region of a file.
@@ -188,7 +188,7 @@ class TensorWriter:
 
 
 class _File:
-    """A safetensors file that grows: 8 bytes with the length of the header, the JSON header, the bytes of the tensors.
+    """A safetensors file that grows. It has 8 bytes for the header's length, then the JSON header, then the tensors.
 
     The header is written last, into a reserved space of `HEADER_BYTES`, padded with blanks.
     """
@@ -204,7 +204,7 @@ class _File:
 
     def takes(self, size: int, dtype: torch.dtype, most: int) -> bool:
         """Return whether another tensor of `size` bytes fits into the file: all tensors together then take at
-        most `most` bytes, the header has room, and the tensor is aligned. safetensors allows no gaps to align it."""
+        most `most` bytes, the header has room, and the tensor is aligned. safetensors forbids gaps for alignment."""
         aligned = self.end % dtype.itemsize == 0
         return aligned and self.end + size <= most and self._header_bytes < self.HEADER_BYTES - 2000
 

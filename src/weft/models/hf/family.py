@@ -156,7 +156,7 @@ class Family:
         return self._place(layer.symbols[place], inner, prefix, cfg)
 
     def projections(self, cfg: HybridConfig) -> set[str]:
-        """Return the names on disk of the projections of the prediction depths. `Depths.count` counts these names."""
+        """Return the names on disk of the prediction depths' projections. `Depths.count` counts these names."""
         if self.depths is None:
             return set()
         trunk, length = self._layers(cfg), len(cfg.parsed.symbols[1]) // self.symbols_per_layer
@@ -226,7 +226,7 @@ def relevant(cfg: HybridConfig) -> list[str]:
 
 
 def check_layer_types(raw: Raw, layers: int, known: Collection[str], family: str) -> None:
-    """Raise `ConversionError` unless `layer_types` is absent or a list with one of the `known` types for each layer."""
+    """Raise `ConversionError` if `layer_types` is given and is not a list with a `known` type for each layer."""
     kinds = raw.get("layer_types")
     if not kinds:
         return
@@ -241,7 +241,7 @@ def windows_of(raw: Raw, layers: int, family: str, default: Callable[[int], bool
     """Return `sliding_window` and `windowed` of `HybridConfig` from `layer_types`.
 
     `default(number)`: whether layer `number` has a window if config.json has no `layer_types`. `window`: the size of
-    the window; None: no layer has a window.
+    the window, or None if no layer has one.
     """
     check_layer_types(raw, layers, (SLIDING, FULL), family)
     given = raw.get("layer_types")

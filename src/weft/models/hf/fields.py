@@ -19,7 +19,7 @@ KEPT = frozenset(
         "partial_rotary_factor",
     )
 )
-"""Fields of every family that the result does not depend on, or that every family reads."""
+"""Fields that every family accepts, because the result does not depend on them or every family reads them."""
 MEANINGLESS = frozenset(
     (
         # Written by all older releases of transformers: fields about files, tasks and printing.
@@ -51,8 +51,8 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "residual_in_fp32"), False),
     "pretraining_tp": 1,
 }
-"""Fields, each with the value that switches it off. With this value, a family accepts the field even if it does not
-know it."""
+"""Fields, each with the value that switches it off. With this value, a family accepts the field even if the field is
+unknown."""
 
 
 def lacking(raw: Raw, known: Collection[str]) -> set[str]:
@@ -110,7 +110,7 @@ TEXTS = frozenset(("hybrid_override_pattern", "mtp_hybrid_override_pattern", "po
 
 
 def check_values(raw: Raw, fields: Mapping[str, tuple[str, Any]]) -> None:
-    """Raise `ConversionError` if a value has the wrong type or is out of range. `fields`: `fields` of the `Family`."""
+    """Raise `ConversionError` if a value has the wrong type or is out of range. `fields`: see `Family.fields`."""
     for name, value in raw.items():
         if name in fields:
             kinds = _kinds_of(fields[name][0])

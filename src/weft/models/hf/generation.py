@@ -49,8 +49,8 @@ class Generation:
     """The generation settings of a model.
 
     `sampling`: the settings that weft supports. None if the model has no generation_config.json. `ends`: the ids of
-    tokens that end a text. `not_followed`: the settings in generation_config.json, as "name=value", that weft does not
-    support and that would have an effect.
+    tokens that end a text. `not_followed`: the settings in generation_config.json that would have an effect but that
+    weft does not support, each as "name=value".
     """
 
     sampling: Sampling | None = None

@@ -1,4 +1,4 @@
-"""Granite 4: Mamba-2 or attention, mostly without RoPE, then experts with a shared expert, or the shared MLP alone."""
+"""Granite 4: Mamba-2 or attention (mostly without RoPE), followed by routed and shared experts or by a shared MLP."""
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig

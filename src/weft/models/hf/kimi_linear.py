@@ -89,14 +89,14 @@ def read(raw: Raw) -> Raw:
 
 def _mixers(raw: Raw, layers: int, given: Raw) -> list[str]:
     """Return the type of each layer as transformers determines it: from layer_types, or from both lists of
-    linear_attn_config. Without either, every fourth layer has full attention."""
+    linear_attn_config. If layer_types and one of the lists are missing, every fourth layer has full attention."""
     if raw.get("layer_types") is not None:
         check_layer_types(raw, layers, MIXERS, "kimi_linear")
         return raw["layer_types"]
     if not all(name in given for name in LISTS):
         return ["full_attention" if number and number % 4 == 0 else "linear_attention" for number in range(layers)]
     attention, linear = (given[name] for name in LISTS)
-    if sorted((*attention, *linear)) != list(range(1, layers + 1)):  # they are counted from 1
+    if sorted((*attention, *linear)) != list(range(1, layers + 1)):  # the lists count layers from 1
         raise ConversionError(f"linear_attn_config={given}: each layer from 1 to {layers} must be in one of its lists")
     return ["full_attention" if number in attention else "linear_attention" for number in range(1, layers + 1)]
 

@@ -52,7 +52,7 @@ def read_moe(raw: Raw) -> Raw:
     return {
         **read({"num_hidden_layers": layers, **raw}),
         "pattern": "".join(f"[*{end}]" for end in ends(raw, layers)),
-        "num_experts": raw.get("num_experts") or raw.get("num_local_experts", 128),  # published files have the first
+        "num_experts": raw.get("num_experts") or raw.get("num_local_experts", 128),  # published files: num_experts
     }
 
 

@@ -19,8 +19,8 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
     """Return the `Place` of the input projection: one matrix in weft, with the rows of two matrices on disk.
 
-    In weft, the rows for q come first, then those for k, v, z, b and a (see `GatedDeltaNet`). Each matrix on disk has
-    all its rows for the first key head first, then those for the next.
+    In weft, the rows are in the order q, k, v, z, b, a (see `GatedDeltaNet`). In each matrix on disk, all rows for the
+    first key head come first, then all rows for the next.
     """
     heads, shared = cfg.linear_num_key_heads, cfg.linear_num_value_heads // cfg.linear_num_key_heads
     keys, values = cfg.linear_key_head_dim, cfg.linear_value_head_dim * shared

@@ -8,7 +8,7 @@ from weft.models.config import HybridConfig
 from weft.models.hf.fields import Raw
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""The names of layers without and with a window in `layer_types` and `rope_parameters`."""
+"""The names, in `layer_types` and `rope_parameters`, of layers without and with a window."""
 WITH_FIRST_CONTEXT = ("llama3", "yarn", "longrope", "dynamic")
 """RoPE types that need the context length of the original training."""
 
@@ -16,7 +16,7 @@ WITH_FIRST_CONTEXT = ("llama3", "yarn", "longrope", "dynamic")
 def read(raw: Raw, *, theta: float = 10000.0, partial: float | None = None, unused: Iterable[str] = ()) -> Raw:
     """Return the RoPE fields of `HybridConfig`. `theta`: the family's default base.
 
-    `partial`: the family's default for the fraction of a head that is rotated; None: the family rotates only whole
+    `partial`: the family's default for the fraction of a head that is rotated, or None if the family rotates only whole
     heads. `unused`: RoPE parameters to ignore. If config.json has both `rope_parameters` and `rope_scaling`,
     `rope_scaling` applies, as in transformers.
     """
@@ -32,7 +32,7 @@ def of_table(table: Any, raw: Raw, theta: float, partial: float | None = None, u
         raise ConversionError(f"rope_parameters={table!r}: must be an object")
     given = {name: value for name, value in table.items() if value is not None and name not in set(unused)}
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
-    kind = "longrope" if kind == "su" else kind  # the name in its first releases
+    kind = "longrope" if kind == "su" else kind  # longrope's name in its first releases
     given.pop("type", None)
     base = given.pop("rope_theta", None) or raw.get("rope_theta") or theta
     part = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or partial or 1.0

@@ -22,7 +22,7 @@ NESTED = "model.language_model."
 OF_TEXT = (NESTED, "lm_head.", "mtp.")
 OUTSIDE = "language_model."
 UNUSED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""The names of tensors that older releases store, and that weft computes."""
+"""The names of tensors that older releases store. weft computes these tensors instead."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ def text_of(raw: Raw) -> Raw:
 
 
 def full_text_of(raw: Raw) -> Raw:
-    """Return `text_of(raw)`. If it lacks `quantization_config` or `tie_word_embeddings`, add these from `raw`.
+    """Return `text_of(raw)`. If it lacks `quantization_config` or `tie_word_embeddings`, take the field from `raw`.
 
-    Raises `ConversionError` if `raw` and its `text_config` set one of them to different values.
+    Raises `ConversionError` if `raw` and its `text_config` set one of these fields to different values.
     """
     text = text_of(raw)
     if text is raw:

@@ -139,7 +139,7 @@ def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], fil
 
 
 class Renamed:
-    """Passes tensors to `writer`, but changes their names: from those in a family's tables to those of `spelling`."""
+    """Passes tensors to `writer`. Changes their names from the names in a family's tables to those of `spelling`."""
 
     def __init__(self, writer: TensorWriter, spelling: Spelling) -> None:
         self.writer, self.spelling = writer, spelling

@@ -1,6 +1,6 @@
 """The kinds of layers: configuration fields with defaults, rules and docstrings. No file of this folder imports torch.
 
-To add a kind, add a file here, a file in `weft.models.layers`, and the class of fields to the bases of `Kinds`.
+To add a kind, add a file here and a file in `weft.models.layers`. Add the class of its fields to the bases of `Kinds`.
 """
 
 import dataclasses

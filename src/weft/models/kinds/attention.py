@@ -75,14 +75,14 @@ class Attention(AnyAttention, kind=KIND):
     sliding_window: int | None = optional_size()
     """Number of positions that a query of `*` attends to, including its own; None: all positions up to its own."""
     windowed: tuple[int, ...] | None = any_value(None)
-    """Indices of the layers `*` that have a sliding window. The index counts only layers `*`, from 0, and restarts at 0
-    in each prediction depth; None: all layers `*`, and the attention of `P`."""
+    """Indices of the layers `*` that have a sliding window; None: all layers `*`, and the attention of `P`. The index
+    counts only layers `*`, from 0, and restarts at 0 in each prediction depth."""
     attention_sinks: bool = switch(False)
-    """Whether each head of `*` has an attention sink: a learned extra logit in the softmax that has no value."""
+    """Whether each head of `*` has an attention sink: a learned extra logit, without a value, in the softmax."""
     partial_rotary_factor: float = declared(
         1.0, lambda factor: is_number(factor) and 0 < factor <= 1, "more than 0 and at most 1"
     )
-    """Fraction of each head of `*` that is rotated. The first elements of the head are the rotated ones."""
+    """Fraction of each head of `*` that is rotated. The first elements of the head are rotated."""
     rope_local_theta: float | None = optional_positive()
     """`rope_theta` for the layers `*` with a sliding window. If set, `rope_scaling` does not apply to these layers;
     None: these layers rotate as the other layers do."""

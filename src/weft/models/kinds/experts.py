@@ -33,7 +33,7 @@ class Experts(AnyMLP, kind=KIND):
     """Inner width of one expert."""
     moe_rows_per: str = choice("rank", ROWS_PER, result=False)
     """With expert parallelism, how often a token is sent: once per "rank" that has some of its experts, or once per
-    "expert". "expert" sends more data, but each token's sum over its experts is bit-equal to that of one process."""
+    "expert". "expert" sends more data, but each token's sum over experts is bit-equal to the sum in one process."""
     moe_latent_size: int | None = optional_size()
     """Width of the experts' inputs and outputs; None: hidden_size."""
     shared_expert_intermediate_size: int = declared(

@@ -15,6 +15,6 @@ class KimiDelta(Trunk, kind=KIND):
     kda_num_heads: int = size(4)
     """The number of heads of `K`."""
     kda_head_dim: int = size(32)
-    """Width of the keys and values of a head of `K`, and of the latents of the decay and the gate of `K`."""
+    """Width of the keys and values in a head of `K`, and of the latents for decay and gate in `K`."""
     kda_conv_kernel: int = size(4)
     """Kernel width of the convolution of `K`, in positions."""

@@ -18,7 +18,7 @@ class LatentAttention(AnyAttention, kind=KIND):
     kv_lora_rank: int = size(32)
     """Width of the latent of keys and values of `+`."""
     qk_nope_head_dim: int = size(32)
-    """Width of the part of each head's key in `+` that is not rotated."""
+    """Width of the unrotated part of each head's key in `+`."""
     qk_rope_head_dim: int = size(16)
     """Width of the rotated part of a key in `+`, an even number. All heads share this part."""
     v_head_dim: int = size(32)

@@ -19,8 +19,7 @@ class AnyMLP(Trunk):
     swiglu_alpha: float = positive(1.702)
     """The factor inside the sigmoid of "clamped_swiglu"."""
     mlp_bias: bool = switch(False)
-    """Whether the projections of `-` and of the shared expert of `E`, and those to and from the latent of `E`, have a
-    bias."""
+    """Whether the projections of `-`, of the shared expert of `E`, and to and from the latent of `E` have a bias."""
 
     @property
     def clamp(self) -> Clamp:
@@ -38,7 +37,7 @@ class MLP(AnyMLP, kind=KIND):
     intermediate_size: int = size(256)
     """Inner width of `-`."""
     mlp_multipliers: tuple[float, ...] = numbers(2)
-    """Two factors of `-`: of its gate and of its output."""
+    """Two factors in `-`: for its gate and for its output."""
 
     def check(self) -> None:
         """Raise `ValueError` if the MLP has no gate, but the factor of the gate in `mlp_multipliers` is not 1."""

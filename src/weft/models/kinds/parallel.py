@@ -12,7 +12,7 @@ KIND = Kind("P", "attention and Mamba-2 side by side", "mixer", "parallel:Parall
 
 @dataclass(frozen=True)
 class Parallel(Mamba2, Attention, kind=KIND):
-    """The fields of `P` layers, which run attention and Mamba-2 side by side: those below, and those of `*` and `M`."""
+    """The fields below, and the fields of `*` and `M`: `P` layers run attention and Mamba-2 side by side."""
 
     attention_out_multiplier: float = number(1.0)
     """Factor of the attention part of `P` before both parts are added."""

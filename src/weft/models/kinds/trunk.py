@@ -95,7 +95,7 @@ class Trunk:
         return sum(layer.symbols.count(symbol) for layer in self.parsed.layers)
 
     def check(self) -> None:
-        """Raise `ValueError` unless `pad_token_id` is None or below `vocab_size`. Convert `recompute` to a tuple."""
+        """Convert `recompute` to a tuple. Raise `ValueError` if `pad_token_id` is set, but not below `vocab_size`."""
         object.__setattr__(self, "recompute", tuple(self.recompute))
         token = self.pad_token_id
         fits = token is None or (is_whole(token, 0) and token < self.vocab_size)

@@ -68,7 +68,7 @@ class Attention(Block):
         self.heads //= ranks.size
         self.key_value_heads = max(1, self.key_value_heads // ranks.size)
         if self.norm_of == "full":
-            # If ranks share key heads, the mean over all ranks is still right: each head is on equally many ranks.
+            # If ranks share key heads, the mean over all ranks is still right: the number of ranks per head is equal.
             for norm in (self.q_norm, self.k_norm):
                 assert norm is not None
                 norm.mean_over_ranks = partial(ranks.mean, first=0, count=ranks.size)
@@ -147,7 +147,8 @@ def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
 def positions_of(documents: Borders | None, start: int, x_BSD: Tensor) -> Where:
     """Return the arguments `start` and `documents` of `RotaryEmbedding.forward` for the positions of `x_BSD`.
 
-    `start`: the number of earlier positions in the state. It is returned, unless `documents` are `Slices`.
+    `start`: the number of earlier positions in the state. For `Slices`, the returned `start` is instead chosen so that
+    the limit `start` + S is the length of the row.
     """
     if isinstance(documents, Slices):  # positions in a slice may be anywhere in the row
         start = documents.whole.seq - x_BSD.shape[1]
@@ -213,8 +214,8 @@ def causal_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute softmax attention. The queries are those of the last S of the T positions. Each query sees its own
-    position and earlier ones.
+    """Compute softmax attention. The queries belong to the last S of the T positions. Each query sees its own position
+    and all earlier positions.
 
     `scale`: the factor of the dot products. None: C^-0.5. `window`: the number of positions that a query sees,
     including its own. None: all. `sinks` [H]: a score per head, which takes part in the softmax like a position whose
@@ -281,7 +282,7 @@ def _band(window: int, size: int, first: int, like: Tensor) -> Tensor:
     Columns below `first` are all 0. All layers and steps share one mask, so autograd saves no copy per layer.
     """
     key = window, size, first, like.dtype, like.device
-    if type(like) is not Tensor or torch.compiler.is_compiling():  # they cannot use a cached plain tensor
+    if type(like) is not Tensor or torch.compiler.is_compiling():  # a cached plain tensor does not work here
         return _made_band(window, size, first, like)
     if key not in _bands:
         with torch.inference_mode(False):
@@ -307,7 +308,7 @@ def _attend(
     """Compute attention. `mask`: which positions are visible (bool), or numbers that are added to the scores. None: the
     causal mask.
 
-    With sinks, the first column of the mask is that of the sinks.
+    With sinks, the first column of the mask is for the sinks.
     """
     queries, width = q_BSHC.shape[1], v_BTHC.shape[3]
     if sinks is not None:

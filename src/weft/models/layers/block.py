@@ -19,15 +19,15 @@ from weft.moe.recompute import recomputed
 from weft.moe.source import INITIAL_STD, WeightSource
 
 State = dict[str, Tensor]
-"""The tensors that one block caches of earlier positions, such as keys, by name. {} before the first position."""
+"""The tensors that one block caches for earlier positions, by name. It is empty before the first position."""
 Cache = dict[nn.Module, State]
-"""The state of each block of a model. If the rotation depends on the sequence's length, also the tokens so far, with
-the model as key."""
+"""The state of each block of a model. If the rotation depends on the sequence's length, the cache also has the tokens
+so far, with the model as key."""
 
 
 class Beside(NamedTuple):
-    """What a stack of layers passes to each layer's constructor, besides the configuration and the source of initial
-    weights."""
+    """The values that a stack of layers passes to each layer's constructor, besides the configuration and the source of
+    initial weights."""
 
     rotary: RotaryEmbedding | None
     """The rotary embedding that all attention of the stack shares."""
@@ -44,7 +44,8 @@ UNNUMBERED = -1
 class Embedding(nn.Embedding):
     """One vector per token; [...] int64 -> [..., hidden].
 
-    `padding_idx`: a token whose vector gets no gradient from the embedding. A tied head still gives it one.
+    `padding_idx`: a token whose vector gets no gradient from the embedding. A tied head still gives the vector a
+    gradient.
 
     With tensor parallelism (`ranks` is set), each rank stores the vectors of a part of the vocabulary. `forward` takes
     the tokens of all positions, and returns the vectors of this rank's positions: [B, S] -> [B, S / tp, hidden].

@@ -11,8 +11,8 @@ into the first position of each document is 0.
 
 The decay g is one number per head, or one number per channel of a head's key (`kimi_delta`).
 
-Suffixes of names: H key heads, R value heads for each, K chunks, L positions of a chunk, C width of keys or values, D
-decays of a head: 1 or C.
+Suffixes of names: H key heads, R value heads per key head, K chunks, L positions of a chunk, C width of keys or values,
+D decays per head (1 or C).
 """
 
 import math
@@ -48,7 +48,7 @@ class GatedDeltaNet(Block):
 
     `in_proj` gives q, k, v, the output gate z, and two numbers b and a for each value head. The strength of an update
     is beta = sigmoid(b). The log of the decay is g = -exp(A_log) softplus(a + dt_bias). Each key vector is scaled to
-    length 1, and each query vector to length dk^-0.5. dk is the width of a key head, and dv that of a value head.
+    length 1, and each query vector to length dk^-0.5. dk and dv are the widths of a key head and a value head.
 
     For decoding, the layer caches the recurrent state S [B, value heads, dk, dv] and the state of the convolution.
     """
@@ -239,7 +239,7 @@ def _prepared(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the arguments in at least fp32. Keys are scaled to length 1, queries to length dk^-0.5.
 
-    A missing state becomes zeros. If each head has one decay, `g` gets a last dimension.
+    A missing state becomes zeros. If each head has one decay, `g` gets an additional last dimension of size 1.
     """
     dtype = torch.promote_types(g.dtype, torch.float32)
     q, k = (each * (each.square().sum(-1, keepdim=True) + TINY).rsqrt() for each in (q.to(dtype), k.to(dtype)))

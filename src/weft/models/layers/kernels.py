@@ -5,10 +5,9 @@
     G       fla         ops.gated_delta_rule.chunk_gated_delta_rule           CUDA, in half precision, with key heads
                                                                               up to 256 wide
 
-"auto" uses a kernel if it is usable. Otherwise it uses torch's operations and logs the reason once. If you select a
-kernel by name and it is not usable, `KernelError` is raised. No kernel is usable with context parallelism; "auto" then
-uses torch's operations without a log line. The kernels round differently from the chunked forms in
-torch.
+"auto" uses a kernel if the kernel is usable. If not, "auto" uses torch's operations and logs the reason once. If you
+select a kernel by name and it is not usable, `KernelError` is raised. No kernel is usable with context parallelism.
+"auto" then uses torch's operations without a log line. The kernels round differently from the chunked forms in torch.
 """
 
 import importlib

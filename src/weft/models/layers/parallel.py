@@ -26,7 +26,7 @@ class Parallel(Block):
         self.mamba = Mamba2(cfg, source / "mamba", beside)
         self.mamba.multipliers = None if set(cfg.ssm_multipliers) == {1} else cfg.ssm_multipliers
         self.multipliers = cfg.attention_out_multiplier, cfg.ssm_out_multiplier
-        for part in (self.attention, self.mamba):  # the norms are those of this block
+        for part in (self.attention, self.mamba):  # this block has the norms
             part.norm = part.post_norm = None
             part.capture_mix()
 
@@ -38,7 +38,7 @@ class Parallel(Block):
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """Return the weighted sum of the outputs of attention and Mamba-2, [B, S, D] (see `Block.mix`)."""
-        # Attention must run before Mamba-2: it assumes that a state that is not empty contains the keys.
+        # Attention must run before Mamba-2, because attention expects keys in a state that is not empty.
         # A view for each, so that gradients are summed in the same order with and without graphs.
         attended, scanned = (part.mix(x_BSD.view_as(x_BSD), state, documents) for part in (self.attention, self.mamba))
         of_attention, of_mamba = self.multipliers

@@ -22,7 +22,7 @@ class Positions:
 
     `part` [B, S / tp, D]: this rank's positions of the input. The attribute `whole` [B, S, D] has all positions, and
     exists until the context ends. Autograd saves a reference to `part` in place of `whole`, and backward gathers
-    `whole` again. If other hooks on saved tensors are already active, such as those of a checkpoint, those hooks decide
+    `whole` again. If other saved-tensor hooks are already active, for example from a checkpoint, those hooks decide
     what is saved. If `ranks` is None, `whole` is `part`, and nothing is gathered.
     """
 

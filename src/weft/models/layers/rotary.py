@@ -8,7 +8,7 @@ elements i and i + width / 2, or with `interleave` 2i and 2i + 1. `scaling` chan
     linear    f / factor
     llama3    f / factor for long wavelengths, f for short ones, interpolated in between (Llama 3.1, arXiv:2407.21783)
     yarn      like llama3, but interpolated linearly in i; cos and sin are scaled too (arXiv:2309.00071)
-    dynamic   f with a larger theta, which grows with the sequence once it exceeds the first context
+    dynamic   f with a larger theta, which grows with the length of sequences beyond the first context
     longrope  f / s_i, with a second list s for sequences longer than the first context; cos and sin are scaled too
               (arXiv:2402.13753)
 """
@@ -77,8 +77,7 @@ class RotaryEmbedding(nn.Module):
             self.cos, self.sin = self._table(0, positions)
 
     def _table(self, start: int, end: int, length: int = 0) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of positions `start` to `end`, [positions, width]. `length`: that of the sequence, or 0 if
-        it is within the first context."""
+        """Return cos and sin of positions `start` to `end`, [positions, width]. `length`: see `frequencies`."""
         device, dtype = self.cos.device, self.cos.dtype
         frequency, factor = frequencies(self.width, self.theta, self.scaling, device, length)
         angle = torch.outer(torch.arange(start, end, dtype=torch.float32, device=device), frequency)
@@ -172,8 +171,8 @@ def rotary_of(cfg: HybridConfig, symbols: str) -> RotaryEmbedding | None:
 def rotary_for(cfg: HybridConfig, rotary: RotaryEmbedding | None, attention: int) -> RotaryEmbedding | None:
     """Return the `RotaryEmbedding` of attention layer number `attention` (see `HybridConfig.window_of`).
 
-    It is None if `rotary` is None or the layer is in `cfg.unrotated`. It is `rotary.local`, if that is not None, for a
-    layer with a window. Otherwise it is `rotary`.
+    It is None if `rotary` is None or the layer is in `cfg.unrotated`. For a layer with a window, it is `rotary.local`,
+    if there is one. In all other cases, it is `rotary`.
     """
     if rotary is None or attention in cfg.unrotated:
         return None

@@ -46,14 +46,14 @@ class Seen:
     """The results of the step on one of several ranks. Tensors are unsharded, and given by parameter name.
 
     - `at`: the rank's coordinate on each mesh axis.
-    - `losses`: index of a microbatch among those of all ranks -> loss, for this rank's microbatches.
+    - `losses`: index -> loss, for this rank's microbatches. The indices count the microbatches of all ranks.
     - `norm`: the norm that clipping computed.
     - `clipped`: the gradients after clipping.
     - `squares`: for each parameter, the squared norm that clipping computes if this parameter's gradient is all ones
       and all other gradients are 0.
     - `factor`: the factor by which clipping must scale the gradients.
     - `marks`: for each parameter, text that says how it is sharded.
-    - `missing`: parameters without a gradient on this rank, whose gradient in the step on one rank is not 0.
+    - `missing`: parameters that have no gradient on this rank, although the step on one rank computes a nonzero one.
     """
 
     at: dict[str, int]

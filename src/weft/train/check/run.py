@@ -51,8 +51,8 @@ class Checked:
 def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> Checked:
     """Compare one step on several ranks, which are threads, with the same step on one rank.
 
-    The step is that of a small copy of `config`. `ranks`: the number of ranks of the training. If it is above 8, the
-    step runs on fewer ranks where possible. `sizes_are_small`: run `config` itself, on all `ranks`. Raises ConfigError
+    The step trains a small copy of `config`. `ranks`: the number of ranks of the training. If it is above 8, the step
+    runs on fewer ranks where possible. `sizes_are_small`: run `config` itself, on all `ranks`. Raises ConfigError
     for your own model (model.factory), or for a configuration that cannot run on this number of ranks.
     """
     if not isinstance(config.model, weft.models.HybridConfig):

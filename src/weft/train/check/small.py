@@ -6,7 +6,7 @@ sizes split over an axis          few heads, groups, experts or columns per rank
 layers                            one of each kind in each segment
 more than `_FEW` ranks            at most 2 replicas, shards and expert-parallel ranks, if that fits
 precision                         fp64
-router losses                     with context parallelism, none: each rank would average over its slices of a row
+router losses                     off with context parallelism: each rank would average over its slices of a row
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _WIDTHS = {
     "kda_head_dim": (4,),
     "moe_latent_size": (12,),
     "sliding_window": (5,),
-    "num_experts_per_tok": (2,),  # with 1, scores are scaled to 1: no gradient for the router
+    "num_experts_per_tok": (2,),  # with 1, scores are scaled to 1, and the router gets no gradient
     "vocab_size": (61, 97),
 }
 """Sizes that no axis needs to divide, each with the smaller values to try."""
@@ -87,7 +87,7 @@ def _on_fewer_ranks(config: TrainConfig, ranks: int) -> tuple[TrainConfig, int]:
     copies, ep = min(sharding.dp_replicate, 2), sharding.ep
     per_copy = data_ranks(config, ranks) // sharding.dp_replicate
     beside = sharding.cp * sharding.tp // sharding.expert_ranks
-    """The number of ranks per shard over which experts are spread."""
+    """The number of ranks over which experts are spread, for each shard."""
     within = per_copy * beside % ep == 0
     """Whether an expert-parallel group lies inside one replica."""
     alone = per_copy * beside * sharding.dp_replicate == ep

@@ -65,9 +65,9 @@ class Batches:
         self.position = 0
         """The number of sequences that all ranks together have taken."""
         self.microbatch_weights: list[float] = []
-        """For each microbatch of the last step, its number of labels divided by the mean number over all microbatches
-        of all ranks. With these weights, the mean of the microbatches' losses is the mean over all labels of the
-        batch."""
+        """For each microbatch of the last step, its number of labels divided by the mean number of labels of a
+        microbatch, over all ranks. With these weights, the weighted mean of the microbatches' losses is the mean over
+        all labels of the batch."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self

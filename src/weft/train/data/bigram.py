@@ -11,7 +11,7 @@ _DENSE = 1 << 24
 text are sorted and counted."""
 
 STRENGTHS = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
-"""The weights of the unigram frequencies from which `Bigram.fit` chooses."""
+"""The strengths (weights of the unigram frequencies) from which `Bigram.fit` chooses one."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Bigram:
     """
 
     codes: np.ndarray
-    """The code token * vocab_size + next of each pair in the text, sorted."""
+    """A code for each different pair in the text, sorted. The code is token * vocab_size + next."""
     counts: np.ndarray
     """The count of each pair in `codes`, int64."""
     rows: np.ndarray
@@ -32,7 +32,7 @@ class Bigram:
     unigram: np.ndarray
     """P(next), [vocab_size]."""
     strength: float
-    """Weight of the unigram frequencies, as a number of observed pairs."""
+    """The weight of the unigram frequencies, in units of observed pairs: 10 weighs as much as 10 pairs."""
 
     @classmethod
     def fit(cls, tokens: np.ndarray, vocab_size: int, *, strengths: Sequence[float] = STRENGTHS) -> "Bigram":

@@ -2,7 +2,7 @@
 
 KEY.tokens      training tokens, then validation tokens, in the smallest unsigned dtype that holds them
 KEY.documents   offsets of the first token of each document, int64, counted from the start of its part
-KEY.json        counts and a fingerprint of each part; written last: without it the other files are ignored
+KEY.json        counts and a fingerprint of each part. It is written last: without it, the other files are ignored
 
 For your own token files, the cache holds only their fingerprints.
 """

@@ -32,8 +32,8 @@ class Corpus:
     vocab_size: int | None
     """The vocabulary size of the tokenizer; None for token files."""
     bytes_per_token: float | None
-    """The mean number of bytes per token of the validation text: nats per token / this = nats per byte. None if
-    unknown."""
+    """The mean number of bytes per token of the validation text, by which nats per token are divided to get nats per
+    byte. None if unknown."""
     description: str
     """One line to print: the name of the text and its numbers of tokens."""
 
@@ -84,7 +84,7 @@ def load_corpus(
 
     Several processes may call this function at the same time with the same cache.
 
-    The validation text is that of `data.validation_paths`. If these are empty, the fraction `data.validation_fraction`
+    The validation text is in `data.validation_paths`. If these are empty, the fraction `data.validation_fraction`
     of the documents is held out. Large text files are divided by lines, and the end of each token file is held out. The
     choice does not depend on the seed.
 

@@ -14,7 +14,7 @@ def shuffled(positions: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Return the numbers at `positions` of an endless shuffled order: int64 of the same shape, in 0 .. count-1.
 
     `positions`: integers, not negative. Position p is in epoch p // `count`. Each epoch is another permutation of
-    0 .. count-1. `seed` determines them all.
+    0 .. count-1. `seed` determines all epochs.
     """
     positions = np.asarray(positions, dtype=np.uint64)
     epochs, places = np.divmod(positions, np.uint64(count))

@@ -3,8 +3,8 @@
 "stream"    | a a a a b | b b c c c | c d d ...     documents follow each other and are cut anywhere
 "whole"     | a a a a . | b b b . . | c c c c . |   a sequence holds as many whole documents as fit
 
-Documents that are packed whole are separate, unless `train.cross_documents` is set: no document attends to another or
-predicts the first token of the next.
+Documents that are packed whole are separate: no document attends to another or predicts the first token of the next.
+With `train.cross_documents`, they are not separate.
 """
 
 from collections.abc import Sequence
@@ -66,8 +66,9 @@ class WholeDocuments:
     """Sequences that hold as many whole documents as fit. A document longer than a sequence is cut, and its last piece
     is packed with the next documents.
 
-    `apart`: whether documents are separate, so that none predicts the first token of the next. A document of one token
-    then has no label. Sequences without any label are left out, because a step without labels would have no mean loss.
+    `apart`: whether documents are separate, so that none predicts the first token of the next. If they are, a document
+    of one token has no label. Sequences without any label are left out, because a step without labels would have no
+    mean loss.
     """
 
     def __init__(self, part: Part, length: int, *, apart: bool = True) -> None:
@@ -149,7 +150,7 @@ class Mixture:
     weight, spread evenly over the thousand.
 
     `place` returns which text is at a position in the mixture. The caller chooses a sequence of this text, and passes
-    the indices of both to the other methods.
+    the index of the text and the index of the sequence to the other methods.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ def check(names: Sequence[str]) -> None:
 def open_loggers(
     names: Sequence[str], folder: Path, resumed_step: int, settings: Mapping[str, Any]
 ) -> tuple[list[Logger], str | None]:
-    """Return the loggers and a line to print. The line is None, unless TensorBoard is in `names` but not installed."""
+    """Return the loggers, and a line to print if TensorBoard is in `names` but not installed, otherwise None."""
     found: list[Logger] = []
     note = None
     for name in names:

@@ -96,4 +96,4 @@ _ATTENTION: dict[Any, Any] = {
     for kernel in _KERNELS
     for direction, count in (("", _attention), ("_backward", _attention_backward))
 }
-"""FLOP counts of attention. torch has none for CPU kernels, and those of torch 2.11 for CUDA do not support GQA."""
+"""FLOP formulas of attention. torch has none for CPU kernels. For CUDA, the formulas of torch 2.11 lack GQA."""

@@ -152,7 +152,7 @@ class Progress:
         self._console.file.flush()
 
     def _shown(self, values: dict[str, float]) -> list[tuple[str, str]]:
-        """Return (label, value) pairs, first those of your own numbers."""
+        """Return (label, value) pairs. The pairs of your own numbers come first."""
         rest = [(n, n.replace("_", " "), f"{v:.4g}") for n, v in values.items() if n not in _KNOWN]
         own = [each for each in rest if is_own(each[0].removeprefix("validation_"))]
         known = [(name, label, form(values[name])) for name, (label, form) in _KNOWN.items() if name in values]

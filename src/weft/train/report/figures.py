@@ -1,7 +1,7 @@
 """Pictures of a run, each drawn for light and for dark pages.
 
 Each function returns a `Draw`, which draws with the colors of a `Theme`. `render` turns a `Draw` into SVG or PNG. The
-same numbers give the same bytes. Sizes are chosen for phones: a picture as wide as the screen has text of 10 points.
+same numbers give the same bytes. Sizes are chosen for phones: in a picture as wide as the screen, text has 10 points.
 """
 
 import io

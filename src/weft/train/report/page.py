@@ -138,7 +138,7 @@ def _tiles(
 def _rows(
     records: list[dict[str, Any]], baselines: dict[str, float], units: Mapping[str, str]
 ) -> list[tuple[str, ...]]:
-    """Return the rows of the table of final numbers. The first is its head: name, loss, and bits per byte if known.
+    """Return the rows of the table of final numbers. The first row is the head: name, loss, and bits per byte if known.
 
     Values that are not losses are in the column of the loss too.
     """

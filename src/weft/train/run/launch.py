@@ -72,14 +72,14 @@ def launch(
 
     - `resume_command`: printed to stderr after a failure, if there is a checkpoint from which to resume.
     - `restarts`: the maximum number of restarts of all ranks after failures with exit code 1. A restart resumes from
-      the newest checkpoint. If two starts in a row fail with the same message and no new checkpoint in between, the
-      ranks are not restarted again.
+      the newest checkpoint. If two starts in a row fail with the same message, and neither a checkpoint nor a copy
+      in memory was saved in between, the ranks are not restarted again.
     - `restart_ranks`: the number of ranks after a restart. Default: `ranks`.
     - `keeps_copies`: whether ranks copy their state to memory. A restart resumes from such a copy if the copy is newer
       than the newest checkpoint on disk.
     """
     failed = ""
-    requests = Requests()  # shared by all starts: the next start obeys a signal that comes between two
+    requests = Requests()  # shared by all starts, so that a signal between two starts stops the next one
     with ExitStack() as stack:
         try:
             memory = stack.enter_context(folder_in_memory()) if keeps_copies else None
@@ -113,7 +113,7 @@ def report_failure(rank: int, kind: Kind, message: str, error: BaseException) ->
     The file is beside the ranks' FileStore, because the disk of the run's directory may be full.
     """
     content = {
-        "time": time.monotonic(),  # one clock for all processes of a host, which is never set back
+        "time": time.monotonic(),  # a clock that all processes of a host share, and that is never set back
         "kind": kind,
         "message": " ".join(message.split()),
         "traceback": "".join(traceback.format_exception(error)),
@@ -153,7 +153,7 @@ class _Supervisor:
         self.ranks: list[_Rank] = []
         self.requests = requests
         self.died: list[_Rank] = []
-        """Ranks that ended with an error and were not killed by this process, in the order in which it noticed."""
+        """Ranks that ended with an error, in the order in which this process noticed. It did not kill any of them."""
         self.error = ""
         """The message of the error whose traceback was printed; empty if none was."""
 

@@ -77,7 +77,8 @@ def meet(
 
 
 def _leave(store: dist.Store, ranks: int) -> bool:
-    """Withdraw this rank from the meeting, unless all ranks have arrived: another rank may then already have continued.
+    """Withdraw this rank from the meeting. If all ranks have arrived, another rank may already have continued, so undo
+    the withdrawal.
 
     Returns whether this rank is withdrawn.
     """

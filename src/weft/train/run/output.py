@@ -10,7 +10,7 @@ from contextlib import suppress
 class _Steady(io.FileIO):
     def write(self, data: object) -> int:  # type: ignore[override]
         with suppress(OSError):
-            # None: another program has made the terminal non-blocking, and its buffer is full.
+            # `write` returns None if another program made the terminal non-blocking and its buffer is full.
             while (written := super().write(data)) is None:  # type: ignore[arg-type]
                 select.select([], [self], [])
             return written

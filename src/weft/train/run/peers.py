@@ -1,7 +1,7 @@
 """Direct connections between ranks, over which they request each other's state.
 
-Each rank listens and answers in a thread, so rank 0 and the job's store need not be alive. At the start, the ranks
-exchange their addresses once over the store. They do so in a second thread, because a stopped store never answers.
+Each rank listens and answers in a thread. The ranks need rank 0 and the job's store only once: at the start, they
+exchange their addresses over the store. They do so in a second thread, because a stopped store never answers.
 """
 
 import json
@@ -41,7 +41,7 @@ class Peers:
             return
         hosts = _own_hosts()
         self._listening = socket.create_server((_LOOPBACK if hosts == [_LOOPBACK] else "", 0), backlog=256)
-        self._secret = secrets.token_hex(16)  # other programs must not report failures to the ranks
+        self._secret = secrets.token_hex(16)  # so that other programs cannot report failures to the ranks
         self._own = {"hosts": hosts, "port": self._listening.getsockname()[1], "secret": self._secret}
         self._default_store = dist.distributed_c10d._get_default_store()
         for work, name in ((self._answer_all, "answers"), (self._learn, "addresses")):

@@ -235,6 +235,6 @@ def _runs_of_name(config: RunConfig) -> list[Path]:
 
 
 def _number(path: Path, name: str) -> int:
-    """Return the number of a run, from 1, from its path, or 0 if `path` is not a run of that name."""
+    """Return the number in the path of a run (1 for the first run), or 0 if `path` is not a run of that name."""
     match = re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name)
     return int(match[1] or 1) if match else 0

@@ -2,8 +2,8 @@
 
 The config.toml of a run directory may name code: `model.factory`, loggers, an optimizer. The code is imported without
 --trust only for directories that this user made on this machine. The facts.json of such a directory has a mark: an HMAC
-of its path and the named code, with a key in the user's state folder. A directory that was copied or moved has no valid
-mark.
+of the directory's path and the named code, with a key in the user's state folder. A directory that was copied or moved
+has no valid mark.
 """
 
 import hashlib

@@ -35,7 +35,7 @@ from weft.train.run.peers import Peers
 _MOMENT_S = 2.0
 """The seconds within which a running rank answers, even on a busy machine."""
 _GRACE_S = 3.0
-"""How long, in seconds, the watchdog waits before it ends a rank to which another rank has sent why it failed."""
+"""When another rank has sent why it failed, the watchdog waits this many seconds before it ends its own rank."""
 _COMPUTES = 0.01
 """A thread computes if it uses more than this fraction of a core. A thread that polls uses a tenth of that."""
 _COLLECTIVE = (
@@ -77,7 +77,7 @@ class Watchdog:
             self._since = time.monotonic()
             self._thread.start()
             self._peers = Peers(self._state, self._hear)
-            start_hang_detector()  # from here on it watches all collectives of weft, also of saves and loads
+            start_hang_detector()  # watches all collectives of weft from here on, including those in saves and loads
         return self
 
     def __exit__(
@@ -166,8 +166,8 @@ class Watchdog:
         }
 
     def _who_hangs(self) -> str | None:
-        """Return which rank hangs, as a part of a sentence, or None if a rank makes progress: the others wait for
-        it."""
+        """Return which rank hangs, as a part of a sentence. Return None if a rank makes progress, because the others
+        then wait for that rank."""
         if self._peers is None:
             return None
         if self._peers.store_is_silent:
@@ -192,7 +192,7 @@ def _in_operation(operation: str, seconds: float) -> str:
 
 
 def _seconds_of(thread: int) -> float:
-    """Return the CPU seconds of a thread, or 0 if the thread has ended: its clock must then not be read."""
+    """Return the CPU seconds of a thread, or 0 if the thread has ended, because its clock must not be read then."""
     if thread not in sys._current_frames():
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))

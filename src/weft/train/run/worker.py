@@ -84,7 +84,7 @@ class _Rank:
         print(f"weft train: rank {self.number}: {line}", file=sys.stderr, flush=True)
 
     def explain(self, error: Exception) -> int:
-        """Report why this rank ends: to `weft train` if that started the rank, else on stderr. Return the exit code."""
+        """Report why this rank ends, to `weft train` if it started the rank, else to stderr. Return the exit code."""
         if self.watchdog is not None and not self.trains:
             if not self.supervised and is_lost_connection(error) and (why := self.watchdog.why()):
                 error = Refused(why)

@@ -79,9 +79,10 @@ class OwnTask:
         self._loss = loss
 
     def count(self, microbatches: Sequence[Any]) -> float:
-        """Return the number of samples: the sum of the first dimensions of each microbatch's first non-scalar tensor.
+        """Return the number of samples, summed over the microbatches.
 
-        A microbatch without such a tensor counts as `train.microbatch_size` samples.
+        For each microbatch, this is the size of the first dimension of its first tensor that is not a scalar. A
+        microbatch without such a tensor counts as `train.microbatch_size` samples.
         """
         return float(sum(_samples(microbatch, self._microbatch_size) for microbatch in microbatches))
 
@@ -110,7 +111,7 @@ class OwnTask:
 
 
 class _Validation:
-    """A validation set. Iteration raises ConfigError if it yields nothing, the first time or later."""
+    """A validation set. Each iteration over it, the first or a later one, raises ConfigError if it yields nothing."""
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source = source
@@ -128,7 +129,7 @@ class _Validation:
 
 
 def _refuse_no_validation(given: Data | None, found: Iterable[Any], config: TrainConfig) -> None:
-    """Raise ConfigError for an empty validation set. If none was given, raise it for settings that need one."""
+    """Raise ConfigError for an empty validation set or, without a validation set, for settings that need one."""
     if given is None:
         rule = "has no effect without a validation set; pass one, or leave it out"
         require("train.stop_after", config.train.stop_after, not config.train.stop_after, rule)
@@ -265,7 +266,7 @@ class Stream:
         elif self.taken:
             now = self._random.state_dict()
             if self.epoch and getattr(self.source, "persistent_workers", False):
-                iter(self.source)  # only the first iterator draws a seed: later passes reuse it and draw none
+                iter(self.source)  # only the first pass draws a seed, for an iterator that later passes reuse
             self._begun = begun
             self._random.load_state_dict(begun)
             generators, states = self._generators(), begun.get("own", [])

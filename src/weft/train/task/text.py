@@ -114,7 +114,7 @@ class TextTask:
 
     @property
     def _bytes_per_token(self) -> float | None:
-        """The bytes per token of the validation text, or None if unknown, or if several texts differ."""
+        """The bytes per token of the validation text. None if unknown, or if there are several texts."""
         return self.corpora[0].bytes_per_token if len(self.corpora) == 1 else None
 
 
@@ -198,7 +198,7 @@ def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
         for tokens in (text, other):
             with torch.random.fork_rng():  # both passes draw the same numbers; training is unaffected
                 scores = _scores(model, for_own_model({"tokens": tokens, "labels": tokens, "documents": documents}))
-            found.append(scores[:, half:].clone())  # the scores of both passes may be too large to keep
+            found.append(scores[:, half:].clone())  # not a view, so that the rest can be freed
             del scores
     one, two = found
     change = ((one - two).abs().max() / one.abs().max()).item()
@@ -206,8 +206,8 @@ def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
 
 
 def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
-    """Return the mean cross-entropy of the logits: the attribute `logits` of the result of `model(tokens)`, or the
-    result itself if it has no such attribute.
+    """Return the mean cross-entropy of the logits. They are the attribute `logits` of the result of `model(tokens)`, or
+    the result itself if it has no such attribute.
 
     If the microbatch has documents, the model also gets `position_ids`, `cu_seqlens` and `use_cache=False`, each only
     if `forward` has that argument. With a cache, models of `transformers` would ignore that positions restart in each

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, which run all collectives of a step without a second process.
+"""Ranks that are threads of one process. They run all collectives of a step without a second process.
 
     run_ranks(4, work)                     thread of rank 0   thread of rank 1   ...
         its default process group          InProcess          InProcess
@@ -230,8 +230,8 @@ def _shown(tensors: Sequence[Tensor]) -> str:
 
 
 def _module_of_caller() -> str:
-    """Return the name of the innermost function outside of `weft.comm` that waits. For a method of a module, also
-    return the module's name."""
+    """Return the name of the innermost function of weft, outside of `weft.comm`, that waits. If the call comes from
+    a method of a module, the text ends with the module's name."""
     frame: Any = sys._getframe(1)
     place = ""
     while frame is not None:
@@ -254,7 +254,7 @@ def name_modules(model: nn.Module) -> None:
 
 
 class _Worlds:
-    """A replacement for torch's process group state. It forwards to the state of the rank of the current thread."""
+    """A replacement for torch's process group state. It forwards to the state of the current thread's rank."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_current.world, name)
@@ -274,7 +274,7 @@ def _create(options: Any, _: Any = None) -> InProcess:
 
 
 class _NoHangs:
-    """A replacement for the hang detector, which would need a thread. It records what each rank waits for."""
+    """Replaces the hang detector, which would need a thread, and records what each rank waits for."""
 
     subject, verdict, joins = "", "", 0
 
