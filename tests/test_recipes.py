@@ -54,7 +54,7 @@ def plain(steps):
     return [loss_d.item(), loss_g.item()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_gan_of_the_recipes_equals_one_process_and_resumes_bit_for_bit(pool, tmp_path):
     whole = pool.run(2, trained, tmp_path / "whole", 6)[0]
     torch.testing.assert_close(whole, plain(6))

@@ -367,7 +367,7 @@ def script(fsdp, sequence):
     return [numbers, nets.whole(net.state_dict())], seen
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_a_script_for_fsdp2_gives_the_same_numbers_and_registers_the_same_tensors():
     for sequence in (False, True):

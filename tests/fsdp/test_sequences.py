@@ -720,7 +720,7 @@ RANDOM = st.randoms(use_true_random=True)
 
 
 @pytest.mark.slow
-@settings_of(6)
+@settings_of(3)
 @given(random=RANDOM)
 def test_any_sequence_of_calls_computes_what_the_plain_models_do(pool, random):
     check(pool, random, parts=4)

@@ -99,8 +99,8 @@ def test_replicated_shards_have_the_numbers_of_eager_calls(part):
 
 @pytest.mark.long
 @distributed(2, timeout=400)
-def test_each_way_of_driving_takes_six_steps():
+def test_hooks_and_schedules_take_six_steps():
     """How long a capture is in use, and whether weights stay. test_hooks.py has more."""
-    for driven in DRIVEN:
+    for driven in (DRIVEN[1], DRIVEN[4]):
         check([ALL], driven, "optim_grads_params", microbatches=3, steps=6)
     check([ALL], DRIVEN[0], "optim_grads_params", microbatches=1, steps=4)

@@ -70,7 +70,7 @@ TIED = config("[*-][*E]", moe_rows_per="rank", tie_word_embeddings=True)
 OVERLAPPED = {"overlap": True}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_the_scopes_of_the_seed_with_two_microbatches_in_flight():
     report = compare(config("[*-][*E]", moe_rows_per="expert"), THREE, schedule=OVERLAPPED, ep=2, steps=7)

@@ -106,7 +106,7 @@ def test_every_mixer_equals_one_process(kind):
         same(trained(build(cfg, meshes, {}), part), alone)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_odd_lengths_depths_and_padding_equal_one_process():
     meshes = weft.init_meshes("cpu", cp=2)

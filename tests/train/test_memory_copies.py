@@ -29,7 +29,7 @@ from weft.train.loop import Trainer
 from weft.train.run import memory
 from weft.train.run.runs import Run
 
-KILLS = int(os.environ.get("WEFT_RESTARTS", "3"))
+KILLS = int(os.environ.get("WEFT_RESTARTS", "2"))
 SETTINGS = {"checkpoint__every": 10, "checkpoint__memory_every": 3, "train__validate_every": 4, "train__steps": 17}
 
 

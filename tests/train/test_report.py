@@ -87,7 +87,7 @@ def pictures(page):
     return [base64.b64decode(value.split(",", 1)[1]) for value in found]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_report_is_one_page_that_needs_nothing_else_and_the_same_run_gives_the_same_bytes(tmp_path):
     log(tmp_path, more=MORE)
     (tmp_path / "config.toml").write_text('[run]\nname = "a <b> & c"\n')
@@ -191,7 +191,7 @@ def test_memory_may_be_plain_bytes_by_role(tmp_path):
     assert len(pictures(page)) == 2 and (tmp_path / "memory.svg").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tokens_per_expert_are_drawn_however_many_layers_and_experts_there_are(tmp_path):
     for layers, experts in ((3, 8), (40, 256)):
         loads = [{f"layers.{number}": [number + step] * experts for number in range(layers)} for step in (1, 2, 5)]

@@ -91,6 +91,7 @@ def test_stages_without_a_matrix_of_its_own_go_on_with_muon_in_one_piece(pool, t
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)  # Muon iterates in bf16
 
 
+@pytest.mark.long
 def test_the_report_has_the_stages_one_under_another(pool, tmp_path):
     """Each rank's actions are in the order of its table, and none begins before what it needs has been computed."""
     path = write_config(tmp_path, train__steps=2, train__validate_every=0, checkpoint__every=0, **MODEL)

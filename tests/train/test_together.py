@@ -109,7 +109,7 @@ def in_one_process(pool, tmp_path_factory):
         pytest.param(2, {"optimizer__name": "Muon"}, [], marks=pytest.mark.long),
         pytest.param(4, {}, ["sharding.dp_replicate=2", "train.microbatch_size=1"], marks=pytest.mark.long),
         pytest.param(2, {}, ["sharding.offload=true"], marks=pytest.mark.long),
-        (2, {}, ["optimizer.flat=true"]),
+        pytest.param(2, {}, ["optimizer.flat=true"], marks=pytest.mark.long),
     ],
     ids=["muon", "hsdp", "offload", "flat"],
 )

@@ -45,7 +45,8 @@ def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> An
 
 
 def refusing_sharded(init: Callable[..., None], at: int, why: str) -> Callable[..., None]:
-    """Wrap a constructor of torch to raise ValueError(`why`) if `args[at]`, without self, is a sharded parameter."""
+    """Wrap a torch constructor so that it raises ValueError(`why`) if a sharded parameter is its argument number `at`,
+    counted from 0 without self."""
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -52,10 +52,10 @@ class Documents:
     - `starts`: the first position of each document and of each run of padding, in the flattened batch.
     - `padding`: the indices in `starts` of the runs of padding.
     - `continues`: whether the text of each row's last document continues after the row. If so, the loss uses the label
-      at the row's last position, which is the first token after the row. By default, the loss ignores this label.
+      at the row's last position, which is the first token after the row. Otherwise, the loss ignores this label.
 
     Two `Documents` are equal if all their fields are equal. The constructor checks the starts on the host. It raises
-    `ValueError` for starts that do not ascend, lack the beginning of a row or are outside of the batch.
+    `ValueError` if the starts do not ascend, if one is outside of the batch, or if a row does not begin with a start.
     """
 
     batch: int

@@ -141,7 +141,7 @@ class _Chart:
         return ruler
 
     def _row(self, rank: int, columns: int) -> Text:
-        """Return the row of `rank` with at least `columns` columns. Its last action may extend beyond them."""
+        """Return the row of `rank`, padded to `columns` columns. It is longer if the last action ends later."""
         row = Text()
         for entry, (start, end) in zip(self.simulation.table.ranks[rank], self.simulation.spans[rank]):
             first, last = round(start * self.scale), round(end * self.scale)

@@ -74,7 +74,7 @@ class CopyingGloo:
     def all_to_all(
         self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Exchange rows of a copy. Then copy the rows that arrived to `output`."""
+        """Exchange the rows of a copy of `source`. Then copy the received rows to `output`."""
         arrived = _empty(output)
         self._gloo.all_to_all(arrived, _copied(source), output_sizes, source_sizes, group, tag).complete()
         output.copy_(arrived)

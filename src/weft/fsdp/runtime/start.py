@@ -34,8 +34,8 @@ def rest(group: ParameterGroup) -> None:
 
 
 def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
-    """Over the tensor-parallel ranks, broadcast the parameters that tensor parallelism does not slice. Leave out
-    parameter groups whose mesh has several of these ranks. Collective."""
+    """Within each tensor-parallel group, broadcast the parameters that tensor parallelism does not slice. Leave out
+    parameter groups whose mesh has several ranks of this tensor-parallel group. Collective."""
     for slices in dict.fromkeys(own for group in groups for own in group.slice_groups):
         ranks = set(dist.get_process_group_ranks(slices))
         for group in groups:

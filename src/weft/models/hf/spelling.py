@@ -94,7 +94,7 @@ class Spelled:
 
     @property
     def beside(self) -> list[str]:
-        """The names of the weights of other parts of a larger model."""
+        """The names of weights outside of the text model, such as those of a vision tower."""
         return [each for each in self.files if self.spelling.canonical(each) is None and not UNUSED.search(each)]
 
 

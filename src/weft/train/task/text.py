@@ -146,7 +146,7 @@ def _context_part(batch: Batch, meshes: weft.Meshes) -> Batch:
 
 
 def for_own_model(microbatch: Batch) -> Batch:
-    """Return a microbatch in the form that models of the package `transformers` take.
+    """Return a microbatch in the form that models of `transformers` expect.
 
     A dictionary with "documents" becomes a dictionary of "tokens", "labels", "position_ids" and "cu_seqlens". A tuple
     (tokens, labels) is returned unchanged.
