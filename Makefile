@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Two processes share the tests, each with its own pool of ranks. With worksteal, neighbours stay in one process, which
+# Two processes share the tests, each with its own pool of ranks. With worksteal, neighbors stay in one process, which
 # shares their fixtures, and the last long tests do not all wait for the same process.
 TESTS  := -m pytest --numprocesses 2 --dist worksteal --durations 25 --durations-min 5
 STAMP  := $(VENV)/.installed

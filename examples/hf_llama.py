@@ -33,7 +33,7 @@ def make_model(seed: int, device: torch.device) -> LlamaForCausalLM:
 
 
 def make_batch(sequences: int, device: torch.device) -> torch.Tensor:
-    """Return random tokens `[sequences, 33]`, the same on every rank and in every step, for the model to memorise."""
+    """Return random tokens `[sequences, 33]`, the same on every rank and in every step, for the model to memorize."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(CONFIG.vocab_size, (sequences, 33), generator=generator).to(device)
 

@@ -9,7 +9,7 @@ Where several modules have that name, the first parts of the module's path come 
 | old                                | what it is                                                                     |
 |------------------------------------|--------------------------------------------------------------------------------|
 | `self.decay > 0`                   | an expression, where `new` is one too                                          |
-| `first, second`                    | likewise; or neighbors among more elements of a tuple, or arguments of a call |
+| `first, second`                    | likewise; or neighbors among more elements of a tuple, or arguments of a call  |
 | `unit.free()`                      | a statement, or several that follow each other; an empty `new` deletes them    |
 | `halves=self.halves`               | an assignment, or an argument of a call with its name                          |
 | `if skipped: ...`                  | a statement with any body, which is `...` in `new`                             |

@@ -5,8 +5,9 @@ this process        started tests; has a template (tests/pool.py), which has imp
                     signals, exit status, environment, directory and output
     its ranks       forked from the supervisor, where it would start them
 
-What a new interpreter has, the forked one gets: its arguments, standard streams, signal handlers, warnings, threads. It
-has more modules, and `/proc/PID/environ` is that of the template. Tests of such things start real processes.
+A forked process has the arguments, directory, environment, standard streams, signals, hooks and warnings of a new
+interpreter. It has more modules, the hash seed and the random numbers of the template, and the template's
+`/proc/PID/environ`. Tests of such things start real processes, as do all tests where there is a GPU.
 """
 
 import atexit
@@ -28,7 +29,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,11 @@ from weft.fsdp.runtime import options
 
 ROOT = Path(__file__).parents[1]
 STUBS = str(ROOT / "tests" / "without_pictures")
-_BECOME_PARENT_OF_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
+ADOPTS = 36  # PR_SET_CHILD_SUBREAPER
 FREE_FD = 64  # duplicates for a moment, above those that are replaced
+COLLECTS_AT = gc.get_threshold()
+LIKE_A_PLAIN_CALL = {"preexec_fn": None, "close_fds": True, "start_new_session": False, "umask": -1, "gid": None}
+"""Arguments of `subprocess.Popen` that are not imitated, with the values that need no imitation."""
 
 
 class Forked(subprocess.Popen):
@@ -50,11 +54,19 @@ class Forked(subprocess.Popen):
     forks_itself = False
     """Whether this process was forked here, and so may be."""
 
+    def _can_fork(self) -> bool:
+        if sys.platform != "linux" or torch.cuda.is_available():
+            return False
+        return self.template is not None or (self.forks_itself and len(os.listdir("/proc/self/task")) == 1)
+
     def _execute_child(self, *given: Any) -> None:
         how = inspect.signature(super()._execute_child).bind(*given).arguments
         command = list(how["args"])
-        can = sys.platform == "linux" and (self.template is not None or self.forks_itself)
-        if not can or command[:3] != [sys.executable, "-m", "weft"] or how["preexec_fn"]:
+        is_weft = command[:3] == [sys.executable, "-m", "weft"]
+        plain = all(how[name] == value for name, value in LIKE_A_PLAIN_CALL.items())
+        if self.template is not None:
+            plain = plain and not how["pass_fds"] and how["process_group"] == -1
+        if not is_weft or not plain or not self._can_fork():
             return super()._execute_child(*given)
         ends = [how["p2cread"], how["c2pwrite"], how["errwrite"]]
         ends = [number if end == -1 else end for number, end in enumerate(ends)]
@@ -62,7 +74,7 @@ class Forked(subprocess.Popen):
         become = functools.partial(_become, command[3:], environment, str(how["cwd"] or os.getcwd()))
         if self.template is not None:
             self.pid = _adopted(self.template, become, ends)
-        else:  # nothing has computed here: it is a supervisor, with one thread
+        else:
             sys.stdout.flush()
             sys.stderr.flush()
             self.pid = os.fork()
@@ -76,12 +88,25 @@ class Forked(subprocess.Popen):
 
 def _adopted(template: Template, become: Any, ends: Sequence[int]) -> int:
     """The pid of a new child of this process, forked by a process that the template has forked, and that has ended."""
-    ctypes.CDLL(None).prctl(_BECOME_PARENT_OF_ORPHANS, 1, 0, 0, 0)
-    pipe = template.fork(functools.partial(_orphan, become), ends)
-    pid = pipe.recv()
-    while (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) != str(os.getpid()):
-        time.sleep(0.001)
+    with _adopting():
+        pid = template.fork(functools.partial(_orphan, become), ends).recv()
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] != str(os.getpid()):
+            assert time.monotonic() < deadline, f"process {pid} is no child of this one"
+            time.sleep(0.001)
     return pid
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Inside, processes whose parent ends become children of this one; afterwards, of `init`, which waits for them."""
+    control = ctypes.CDLL(None, use_errno=True).prctl
+    if control(ADOPTS, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+    try:
+        yield
+    finally:
+        control(ADOPTS, 0, 0, 0, 0)
 
 
 def _orphan(become: Any, pipe: Any, *ends: int) -> None:
@@ -115,7 +140,8 @@ def _become(
                 del sys.modules[name]
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
         options.BUCKET_BYTES = BUCKET_BYTES
-        subprocess.Popen, Forked.template, Forked.forks_itself = Forked, None, True  # type: ignore[misc]
+        is_rank = "RANK" in environment or "SLURM_PROCID" in environment
+        subprocess.Popen, Forked.template, Forked.forks_itself = Forked, None, not is_rank  # type: ignore[misc]
         sys.argv[:] = ["weft", *arguments]
         code = _run()
     except BaseException:
@@ -125,9 +151,11 @@ def _become(
 
 
 def _forget_the_process_before(ends: Sequence[int], kept: Sequence[int], process_group: int) -> None:
-    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # an ignored signal stays ignored, as in a new program
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
     if process_group >= 0:
         os.setpgid(0, process_group)
@@ -143,10 +171,13 @@ def _forget_the_process_before(ends: Sequence[int], kept: Sequence[int], process
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="utf-8")  # noqa: SIM115
     sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)  # noqa: SIM115
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
     faulthandler.disable()
     atexit._clear()
     logging.getLogger().handlers.clear()
-    gc.set_threshold(700, 10, 10)
+    gc.set_threshold(*COLLECTS_AT)
     warnings.resetwarnings()
     for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", kind)
@@ -160,10 +191,17 @@ def _run() -> int:
         runpy.run_module("weft", run_name="__main__", alter_sys=True)
     except SystemExit as exit:
         code = exit.code or 0
-    except BaseException:
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException as error:
         traceback.print_exc()
-        code = 1
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    return code if isinstance(code, int) else 1
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        code = 120
+    return code

@@ -44,6 +44,7 @@ if os.environ.get("WEFT_BUCKETS") != "1":
     options.BUCKET_BYTES = 0  # the models of tests are tiny: their units travel by themselves, unless a test says other
 
 MAX_RANKS = 4
+MOST_BYTES = 1 << 17
 TIMEOUT_S = 120
 MOST_THREADS = 16
 """With more threads after a job, a worker collects garbage. Meshes and models of earlier jobs hold process groups until
@@ -201,7 +202,9 @@ class Template:
     def fork(self, body: Callable[..., None], files: Sequence[int] = ()) -> Any:
         """A pipe to a process that runs `body` with the pipe's other end and the open `files`, and ends with it."""
         ours, theirs = multiprocessing.Pipe()
-        socket.send_fds(self._socket, [pickle.dumps(body)], [theirs.fileno(), *files])
+        said = pickle.dumps(body)
+        assert len(said) <= MOST_BYTES, f"{len(said)} bytes do not fit into one message to the template"
+        socket.send_fds(self._socket, [said], [theirs.fileno(), *files])
         theirs.close()
         return ours
 
@@ -214,7 +217,7 @@ class Template:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
         while True:
-            said, files, _, _ = socket.recv_fds(asked, 1 << 16, 4)
+            said, files, _, _ = socket.recv_fds(asked, MOST_BYTES, 4)
             if not said:
                 return
             if not os.fork():

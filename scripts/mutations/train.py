@@ -10,6 +10,14 @@ PACKED = "train/test_documents.py::"
 OF_CONFIGURATIONS = "train/test_check.py::"
 
 MUTATIONS = [
+    # --- output -------------------------------------------------------------------------------------------------------
+    Mutation(
+        "output that cannot be written ends a run",
+        "train.run.output:outlive_readers",
+        "stream is getattr(sys, f'__{name}__') and stream is not None",
+        "False",
+        "train/test_ends.py::test_output_that_cannot_be_written_does_not_end_a_run",
+    ),
     # --- checking a configuration -------------------------------------------------------------------------------------
     Mutation(
         "gradients are not compared with those of one rank",

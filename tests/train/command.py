@@ -118,16 +118,15 @@ def started(*arguments: Any, real: bool = False, **options: Any) -> Iterator[sub
     process = (subprocess.Popen if real else Forked)(
         [sys.executable, "-m", "weft", *map(str, arguments)], **{**usual, **quick, **options}
     )
-    ranks: dict[int, int] = {}
     try:
         yield process
     finally:
-        ranks = ranks_of(process.pid)
+        ranks = ranks_of(process.pid) if process.poll() is None else {}
         process.kill()
-        process.communicate()
-        for pid in ranks.values():
+        for pid in ranks.values():  # they may hold the pipe that is read below
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)
+        process.communicate()
 
 
 def alone() -> dict[str, str]:

@@ -82,7 +82,7 @@ def broken():
 def test_an_error_in_user_code_shows_its_traceback_and_is_not_a_configuration_error(tmp_path, command):
     path = configured(tmp_path, factory=f'"{__name__}:broken"')
     (tmp_path / "config.toml").write_text(path.read_text())
-    done = weft(*(("train", path) if command == "train" else ("eval", tmp_path, "--trust")))
+    done = weft(*(("train", path) if command == "train" else ("eval", tmp_path, "--trust")), real=command == "train")
     assert done.returncode == 1
     assert "Traceback" in done.stderr and "in broken" in done.stderr
     assert "ValueError: invalid literal for int() with base 10: 'no number'" in done.stderr

@@ -29,7 +29,7 @@ from weft.train.loop import Trainer
 from weft.train.run import memory
 from weft.train.run.runs import Run
 
-KILLS = int(os.environ.get("WEFT_RESTARTS", "2"))
+KILLS = int(os.environ.get("WEFT_RESTARTS", "3"))
 SETTINGS = {"checkpoint__every": 10, "checkpoint__memory_every": 3, "train__validate_every": 4, "train__steps": 17}
 
 
@@ -178,7 +178,7 @@ def test_however_many_ranks_are_killed_the_run_ends_by_itself_as_if_none_was(poo
             moment = moments[number % 3]
             before = max(committed_steps(folder()), default=0)
             if moment == "starting":
-                time.sleep(chance.uniform(0, 4))
+                time.sleep(chance.uniform(0, 1))
             else:
                 wait_until(lambda b=before: max(committed_steps(folder()), default=0) > b, 240, said)
                 wait_until(lambda m=moment: m == "training" or is_copying(), 60)

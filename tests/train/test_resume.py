@@ -33,7 +33,7 @@ def test_ten_steps_and_ten_more_in_new_processes_are_bit_for_bit_twenty_steps(po
     assert len({record["loss"] for record in losses}) == 20
 
     shutil.rmtree(run / "checkpoints" / "step-00000020")
-    resumed = weft("train", config, "--ranks", 2, "--resume")
+    resumed = weft("train", config, "--ranks", 2, "--resume", real=True)
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming {run} from step 10" in resumed.stdout
     assert metrics(run) == losses
@@ -47,7 +47,7 @@ def test_ctrl_c_saves_and_the_printed_command_resumes_to_the_same_end(pool, tmp_
     whole = tmp_path / "runs" / "tiny"
 
     interrupted = tmp_path / "runs" / "tiny-2"
-    with started("train", config, "--ranks", 2) as process:
+    with started("train", config, "--ranks", 2, real=True) as process:
         wait_until(lambda: len(metrics(interrupted)) >= 3)
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=30)

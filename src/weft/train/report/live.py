@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _SHARE = 20
-"""The pause between two reports is at least this number times the time that one takes."""
+"""The time from the start of a report to the start of the next is at least this number times the report's own time."""
 _LAST_S = 60.0
 
 
