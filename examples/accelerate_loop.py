@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="leave torch's FSDP2 in place")
     if not parser.parse_args().torch:
         print(weft.drop_in())
-    # Accelerate shards on accelerators only, and would wrap in DDP here: let it take these processes for such.
+    # On CPU, Accelerate would use DDP, since it shards only on accelerators. This makes it treat ranks as GPU ranks.
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,

@@ -25,7 +25,7 @@ def make_model():
     """Return a model with random weights; use `from_pretrained` instead to start from a trained model."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
-    model.model.embed_tokens.requires_grad_(False)  # what is frozen stays as it is, and takes no optimizer state
+    model.model.embed_tokens.requires_grad_(False)  # a frozen weight does not change, and has no optimizer state
     return model
 
 

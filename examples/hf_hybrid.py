@@ -1,4 +1,4 @@
-"""Loads a Hugging Face directory, trains the model sharded with overlapped experts, and saves it again.
+"""Loads a model with experts from a Hugging Face directory, trains it sharded and overlapped, and saves it.
 
 torchrun --nproc-per-node 2 examples/hf_hybrid.py SOURCE TARGET
 """

@@ -86,12 +86,12 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = [options.checkpoint or os.path.join(temporary, "llama")]
-        dist.broadcast_object_list(folder)  # rank 0's, for all
+        dist.broadcast_object_list(folder)  # all ranks use the folder of rank 0
         weights, moments = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder[0])
         say(f"saved to {folder[0]}")
 
-        loaded = shard(make_model(1, device))  # other weights, until they are loaded
+        loaded = shard(make_model(1, device))  # different weights, which the load below replaces
         loaded_optimizer = make_optimizer(loaded)
         weights, moments = get_state_dict(loaded, loaded_optimizer)
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder[0])

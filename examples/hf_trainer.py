@@ -66,13 +66,13 @@ def trainer(folder: str, steps: int) -> transformers.Trainer:
         report_to=[],
         disable_tqdm=True,
     )
-    # Accelerate shards on accelerators only, and would wrap in DDP here: let it take these processes for such.
+    # On CPU, Accelerate would use DDP, since it shards only on accelerators. This makes it treat ranks as GPU ranks.
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     return transformers.Trainer(model, options, train_dataset=Tokens(64), eval_dataset=Tokens(6))
 
 
 def numbers(done: transformers.Trainer) -> list[str]:
-    """Return the losses, norms and evaluation losses that it has logged."""
+    """Return the losses, norms and evaluation losses that the finished trainer has logged."""
     lines = []
     for log in done.state.log_history:
         if "grad_norm" in log:

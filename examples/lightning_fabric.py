@@ -1,4 +1,4 @@
-"""A script for torch's FSDP2 with Lightning Fabric's ModelParallelStrategy, run with weft in its place.
+"""A script written for FSDP2 and Lightning Fabric's ModelParallelStrategy, run with weft in place of torch's FSDP2.
 
 torchrun --nproc-per-node 2 examples/lightning_fabric.py [--torch]
 """

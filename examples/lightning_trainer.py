@@ -1,4 +1,4 @@
-"""A module for torch's FSDP2 with Lightning's Trainer and ModelParallelStrategy, run with weft in its place.
+"""A module for FSDP2 with Lightning's Trainer and ModelParallelStrategy, trained with weft in place of torch's FSDP2.
 
 torchrun --nproc-per-node 2 examples/lightning_trainer.py [--torch]
 """

@@ -1,18 +1,18 @@
-"""What the examples of torchtitan's models share: its configuration, parallelize function, loss, clipping, optimizer
-and checkpoints, on CPU ranks, with weft in FSDP2's place.
+"""Trains a debug model of torchtitan on CPU ranks, with weft in place of FSDP2. The examples of torchtitan's models
+use this file. torchtitan supplies the configuration, parallelize function, loss, clipping, optimizer and checkpoints.
 
-    option                     what of torchtitan runs
+    option                     effect
     -------------------------  ---------------------------------------------------------------------------------
-    --tp 2                     its tensor-parallel plan with sequence parallelism, half as many data-parallel ranks
-    --ep 2                     its expert-parallel plan: experts on a mesh of their own, tokens by all-to-all
+    --tp 2                     torchtitan's tensor and sequence parallelism; half as many data-parallel ranks
+    --ep 2                     torchtitan's expert parallelism: experts have their own mesh, tokens go by all-to-all
     --replicate 2              hybrid sharding: replicas, each sharded over half of the data-parallel ranks
-    --spmd full_dtensor        parameters, activations and inputs that are DTensors over the whole mesh
+    --spmd full_dtensor        parameters, activations and inputs are DTensors over the whole mesh
     --ac full|selective        activation checkpointing of each block
     --compile                  torch.compile of each block
-    --fp32-experts             experts that multiply in fp32, as the rest; torchtitan's do so in bfloat16 always
-    --layers 3                 only so many of its layers
-    --save DIR, --resume DIR   its CheckpointManager: the model, the optimizer and the step
-    --torch                    all of it with torch's own FSDP2
+    --fp32-experts             experts multiply in fp32, like the rest of the model; torchtitan always uses bfloat16
+    --layers 3                 only the first 3 layers of the debug model
+    --save DIR, --resume DIR   save or load the model, the optimizer and the step with torchtitan's CheckpointManager
+    --torch                    use torch's own FSDP2, not weft
 """
 
 import argparse
@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 import torchtitan.tools.utils as titan_utils
 
-titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu  # before what asks for them is imported
+titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu  # the imports below read these two
 
 from torch.distributed.tensor import distribute_tensor  # noqa: E402
 from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
@@ -109,11 +109,11 @@ def built(config: Any, dims: ParallelDims) -> torch.nn.Module:
     )
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums, which torch's would use
+            module.set_force_sum_reduction_for_comms(True)  # gloo lacks the scaled sums of torch's FSDP2
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cpu"))
-        for name, parameter in model.named_parameters():  # the same whatever cuts the random numbers
+        for name, parameter in model.named_parameters():  # the same values with any sharding
             generator = torch.Generator().manual_seed(zlib.crc32(canonical_fqn(name).encode()))
             value = torch.randn(parameter.shape, generator=generator) * 0.02 + ("norm" in name)
             parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
@@ -194,10 +194,10 @@ def run(model: str) -> None:
     if not options.torch:
         print(weft.drop_in())
     if options.fp32_experts:
-        torch.Tensor.bfloat16 = torch.Tensor.float  # which nothing else calls
+        torch.Tensor.bfloat16 = torch.Tensor.float  # only experts call `bfloat16`
     dist.init_process_group("gloo")
     registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
     train(getattr(registry, f"{model}_debugmodel")(), options)
     dist.destroy_process_group()
-    weft.forget_meshes()  # which torch keeps, and threads with them that may abort the interpreter when it ends
+    weft.forget_meshes()  # torch caches process groups, whose threads may abort the interpreter when it exits
     gc.collect()

@@ -1,10 +1,10 @@
-"""Does a test see it? Named mutations of the source, of which each must make a named test fail soon.
+"""Checks that tests find bugs: each named mutation of the source must make a named test fail within a time limit.
 
     python scripts/mutate.py [--jobs 2] [--list] [NAME ...]
 
-A mutation is applied to a copy of `src` in a temporary folder, and its test runs against that copy in a process of its
-own. Before, all named tests pass against the copy as it is. Ends with 1 if a mutant survives, if its test gives no
-answer, or if what is to be replaced is not in the source exactly once.
+A mutation is applied to a copy of `src` in a temporary folder, and its test runs against that copy in a separate
+process. Before that, all named tests must pass against an unchanged copy. The exit code is 1 if one of them fails, if a
+mutant survives, if its test gives no answer, or if the text to replace is not in the source exactly once.
 
 | to                                       | look into                 |
 |------------------------------------------|---------------------------|

@@ -1,4 +1,4 @@
-"""A mutation of the source, tied to its syntax: where it lies, what it replaces, and a file's text with it.
+"""Mutations of the source. A `Mutation` says what to replace and where; `Source` finds the place by its syntax.
 
 `where` is the dotted name of a class, of a function or of a module's variable, anywhere in src/weft: `Freshness.reach`.
 Where several modules have that name, the first parts of the module's path come before it: `moe:Router.forward`.

@@ -1,8 +1,8 @@
 """What `make docs` does beside mkdocs: pages from outside of docs/, the evidence page, links, and checks.
 
-README.md is the front page; CHANGELOG.md, CONTRIBUTING.md, SECURITY.md and the programs and configurations that pages
-link to are pages. Links in all of them name files of the repository, relative to the page, so that they work there;
-here they are made to name pages. A warning of this file is an error of the build, which is strict.
+README.md is the front page. CHANGELOG.md, CONTRIBUTING.md, SECURITY.md, and the files in examples/ and configs/ become
+pages too. In the sources, links name files of the repository, relative to the page. This file makes them name pages of
+the site. A warning of this file fails the build, because the build is strict.
 """
 
 import importlib.util
@@ -111,7 +111,7 @@ def on_post_build(config: Any) -> None:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Find tables and lists that did not become any, for want of an empty line or a column."""
+    """Warn about tables and lists that were not recognized, because an empty line or a column is missing."""
     for _, text in TEXT.findall(html):
         plain = re.sub(r"<code.*?</code>|<pre.*?</pre>", "", text, flags=re.DOTALL)
         if found := re.search(r"^(\|.*\||- .*|\d+\. .*|#+ .*)$", plain, re.MULTILINE):

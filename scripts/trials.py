@@ -1,7 +1,7 @@
-"""Tests against copies of the source, each in a process forked from this one, which has imported all but weft.
+"""Runs tests against copies of the source. A trial runs the tests of one copy, in a process forked from this one.
 
-this process        torch and all else that weft imports, once; nothing computed, no thread started
-  a trial           the copy of weft, pytest, one test
+this process        has imported torch and all else that weft imports, but not weft; has computed nothing, has no thread
+  a trial           imports the copy of weft, and runs pytest with one test or several
     its ranks       forked from the trial (tests/pool.py): nothing is imported again
 """
 
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 
 
 def import_what_weft_does(root: Path, tests: Sequence[str]) -> None:
-    """Import every module that weft, `tests` below tests/ and pytest need, but for their own."""
+    """Import every module that weft, `tests` (below tests/) and pytest need, except modules of weft and of tests/."""
     rooms = ("fsdp", "models", "models.hf", "optim", "overlap", "pipeline", "train", "checkpoint", "debug")
     files = sorted({test.partition(".py")[0].replace("/", ".") for test in tests})
     modules = [*(f"weft.{room}" for room in rooms), "tests.conftest", *(f"tests.{file}" for file in files)]
@@ -93,7 +93,8 @@ class _Trial:
 def run_in_turn(
     trials: Sequence[tuple[Callable[[], Path], Sequence[str]]], root: Path, *, timeout: float, jobs: int
 ) -> Iterator[Outcome]:
-    """What became of each of `trials`, in their order: what makes the copy of the source, and tests below tests/."""
+    """Run `trials`, `jobs` at a time, and yield the outcome of each, in their order. A trial is a function that makes a
+    copy of the source and returns its path, and the names of tests below tests/."""
     running: dict[int, _Trial] = {}
     done: dict[int, Outcome] = {}
     waiting = list(enumerate(trials))

@@ -4,7 +4,7 @@
         step-00000010/                committed: complete, flushed, its manifest lists every file
         step-00000020.tmp-3f2a…/      being written, or left behind by a killed save
         step-00000005.trash-91bc…/    being deleted
-        step-00000020.damaged-0c4e…/  damaged; a run that resumed from an older checkpoint saved this step again
+        step-00000020.damaged-0c4e…/  damaged; a run resumed from an older checkpoint and saved this step again
         .lock                         held by rank 0 of the run that writes here
         .run                          the run's identity, which each of its checkpoints repeats
 
@@ -82,8 +82,8 @@ def identify(directory: Path) -> str:
 
 
 def require_own(checkpoint: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError if the identity in `manifest` differs from the one in the file `.run` beside `checkpoint`,
-    because another run then wrote the checkpoint. If either identity is missing, do nothing."""
+    """Raise CheckpointError if another run wrote `checkpoint`: then the identity in `manifest` differs from the one in
+    the file `.run` beside `checkpoint`. If either identity is missing, do nothing."""
     own = identity(checkpoint.parent)
     if own and manifest.run and manifest.run != own:
         raise CheckpointError(

@@ -195,8 +195,8 @@ class CheckpointManager:
         shape or dtype, at most 20 of each.
 
         An error in an object's `load_state_dict` is raised unchanged on the rank where it occurs. The other ranks raise
-        the same error if it is one of weft's errors. For any other error, they raise a RuntimeError whose message names
-        the rank, the type of the error and its message.
+        the same error if it is one of weft's errors. For any other error, they raise a RuntimeError whose message gives
+        the rank, and the type and message of the original error.
         """
         self.wait()
         steps = self.steps()

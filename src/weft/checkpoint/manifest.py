@@ -134,8 +134,8 @@ class Manifest:
 
 
 class CheckedFile(io.RawIOBase):
-    """A stream of a part of the file `name` of a checkpoint: `length` bytes from `offset` on, or all bytes from there
-    if `length` is None.
+    """A stream that reads a part of a checkpoint's file `name`: `length` bytes from `offset` on. If `length` is None,
+    the part extends to the end of the file.
 
     `file`: the entry of the file in the manifest. A read compares each block that it needs with the checksum in this
     entry. If a checksum differs, the read raises CheckpointError with the names of the file and the checkpoint.

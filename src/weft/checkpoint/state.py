@@ -23,9 +23,9 @@ class Stateful(Protocol):
     A load calls `state_dict`, and fills the returned tensors in place. Then the load calls `load_state_dict`
     with a dictionary of the same structure, which contains these tensors and the other stored values.
 
-    Two members are optional. A load calls `prepare_load(stored)` before `state_dict`. `stored` maps the key of each
-    stored entry of the object to the metadata of the entry. `per_rank = True` means that each rank saves and loads
-    its own state. If such an object is loaded on another number of ranks, the load calls
+    The other members are optional. A load calls `prepare_load(stored)` before `state_dict`. `stored` maps the key of
+    each stored entry of the object to the metadata of the entry. `per_rank = True` means that each rank saves and loads
+    its own state. If an object with `per_rank` is loaded on another number of ranks, the load calls
     `load_from_other_ranks(state, rank, ranks)` instead of `load_state_dict`. `state` is the state that rank 0
     saved, `rank` is this rank, and `ranks` is the new number of ranks.
     """

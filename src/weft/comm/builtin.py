@@ -132,7 +132,7 @@ class BuiltIn:
 
 
 def _beside(tensor: Tensor) -> bool:
-    """Return whether to start transfers asynchronously. Not with streams: transfers run on the current stream then."""
+    """Return whether to start transfers asynchronously. False with streams, where they run on the current stream."""
     return not streams.has_streams(tensor.device)
 
 

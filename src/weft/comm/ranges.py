@@ -4,8 +4,8 @@ the first active tool of these            what weft emits
 ----------------------------------------  --------------------------------------------------------------------
 torch's profiler                          ranges
 a `Timeline` that records                 labels: the names of the ranges without `weft/`
-NVIDIA's tools, if CUDA is initialized    NVTX ranges, even without a tool, because one may attach at any time
-none                                      nothing, at no cost
+none, but CUDA is initialized             NVTX ranges, because a tool of NVIDIA may attach at any time
+none, without CUDA                        nothing, at no cost
 """
 
 import threading

@@ -3,8 +3,7 @@
 A clock maps each actor (a stream or the host) to the number of its pieces of work that are known to have ended. The
 pieces of work of each actor are numbered from 1; the number of a piece is its time. A piece with time t ended before an
 operation if the operation's clock has t or more for the actor of the piece. An event is a copy of a clock. When an
-actor waits for an event, each entry of its clock becomes the maximum of that entry and the same entry of the
-event.
+actor waits for an event, the actor's clock gets, for each entry, the larger of its own value and the event's value.
 """
 
 from collections.abc import Callable, Mapping

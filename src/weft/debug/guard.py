@@ -10,7 +10,7 @@
 
 When gathered weights are freed, their memory is filled with NaN. Memory outside of a slab is not released, so memory
 for the weights of all units may be allocated at the same time. Memory in a slab is NaN until another buffer takes it.
-Writes are found by a comparison with a copy before the weights are freed.
+Before weights are freed, the guard compares them with a copy, to find writes.
 """
 
 from collections.abc import Iterator

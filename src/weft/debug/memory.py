@@ -8,7 +8,7 @@ access   must happen after
 ------   --------------------------------------------------------------------------------------------------------
 read     the last write
 write    the last write and all reads since
-free     all reads and writes, by the clock of the stream that allocated the memory: that stream will reuse the memory
+free     all reads and writes: the stream that allocated the memory will reuse it, and must have waited for them first
 """
 
 from bisect import bisect_left

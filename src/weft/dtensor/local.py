@@ -8,9 +8,9 @@ all others                       element-wise, on operands that are cut     `on_
                                    or can be sliced in the same way
 foreach and fused optimizers     on lists, all tensors at once              `on_lists`
 
-Local parts are passed to the method or function of torch that has the operator's name. Its argument parsing takes half
-the time of the operator's. A rule returns `NotImplemented` if it cannot run the operator on local parts. The rules run
-below autograd, so they increment the version counters of the local parts to which they write.
+Local parts are passed to the method or function of torch that has the operator's name, because it parses its arguments
+twice as fast as the operator. A rule returns `NotImplemented` if it cannot run the operator on local parts. The rules
+run below autograd, so they increment the version counters of the local parts to which they write.
 """
 
 import operator

@@ -1,4 +1,4 @@
-"""`set_model_state_dict` and `set_optimizer_state_dict` from full tensors, for tensors that are cut unevenly.
+"""Lets `set_model_state_dict` and `set_optimizer_state_dict` load full tensors into tensors that are cut unevenly.
 
 torch's Distributed State Dict distributes full tensors (`full_state_dict=True`, with or without
 `broadcast_from_rank0=True`) by even slices, which it computes from placements. There is no hook for a DTensor with

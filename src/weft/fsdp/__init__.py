@@ -1,8 +1,8 @@
 """Sharding: which parts of weights, gradients and optimizer state a rank has, and when.
 
-A unit is what one call of `fully_shard` shards. It has one group for the parameters of each dtype and mesh. A driver,
-such as the hooks, runs units. A holder, such as a forward, needs a unit's full weights. Each method name
-in this table has the same meaning in every class that the last column names:
+A unit is what one call of `fully_shard` shards. Its parameters with equal mesh, dtypes and `requires_grad` form one
+group. A driver, such as the hooks, runs units. A holder, such as a forward, needs a unit's full weights. Each method
+name in this table has the same meaning in every class that the last column names:
 
     weights    gather           start the all-gather of full weights             group, bucket
                acquire, release add and remove a named holder of full weights    unit

@@ -1,4 +1,4 @@
-"""Detects reads of freed full weights, writes that would be lost, and uses of parameters that sharded ones replaced.
+"""Detects reads of freed full weights, writes that would be lost, and uses of the original parameters after sharding.
 
     weights      version counter                  class              who may read them
     -----------  -------------------------------  -----------------  -------------------------------------------------

@@ -23,8 +23,8 @@ offer(unit)                          a backward begins, in which modules of `uni
 expect_more(more)                    whether further microbatches of a schedule will add to the gradients
 ready(unit)                          the gradients of `unit` in this backward are complete: pack them, reduce if due
 note_failure(what, error)            `what` raised `error`; the engine reports this if the pass ends with that error
-recover()                            called outside of passes: clean up after a failed pass; return whether a schedule
-                                     drives the units; if so, hooks do nothing
+recover()                            called before each forward: clean up if the last pass has failed; return whether a
+                                     schedule drives the units; if so, hooks do nothing
 """
 
 from collections.abc import Sequence

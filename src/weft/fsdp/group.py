@@ -1,7 +1,7 @@
 """The parameters of one unit that share dtype, `requires_grad`, mesh and precision recipe.
 
 buffer        lives       placement    dtype        holds
-main_weight   always      optimizer    main         the weights that the optimizer updates; registered between uses
+main_weight   always****  optimizer    main         the weights that the optimizer updates; registered between uses
 model_weight  always*     parameter    compute***   the input of gathers
 full          gathered**  Replicate    compute      the weights that forward and backward read; registered during uses
 gradients                                           see `weft.fsdp.gradients.group`
@@ -9,10 +9,11 @@ gradients                                           see `weft.fsdp.gradients.gro
 *   model_weight shares the memory of main_weight if the dtypes are equal. It is the same buffer if the placements are
     equal too. `copies` has two model weights if backward uses other quantized weights than forward.
 **  If the parameter placement is Replicate on every axis, `full` is the same buffer as model_weight, and always lives.
-*** With quantization, the bytes of the payload. In this case, `full` is always freed between uses.
+*** With quantization, the buffer holds the bytes of the payload, and `full` is always freed between uses.
+**** Main weights of quantized parameters that are frozen may be freed between uses (`weft.quantize.payload_only`).
 
 Every write to a sharded parameter increments the version counter of the main weights. The counter shows whether
-gathered weights are up to date. While they are gathered, the full parameters have the same version
+gathered weights are up to date. Gathered full parameters have the version of the main weights
 (`weft.fsdp.autograd`).
 """
 

@@ -20,7 +20,7 @@ from weft.fsdp.unit import Unit
 
 
 class FSDPModule:
-    """The methods that `fully_shard` adds to modules. Methods of FSDP2 work as in FSDP2; a few raise an error."""
+    """The methods that `fully_shard` adds to modules. Most methods of FSDP2 work as in FSDP2. A few raise an error."""
 
     _weft_unit: Unit
     _weft_driver: UnitDriver
@@ -77,7 +77,7 @@ class FSDPModule:
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, also of sharded parameters that are not registered because the full ones are."""
+        """Clear all gradients, including those of sharded parameters in whose place full parameters are registered."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in units_under(self):
             for group in unit.groups:
@@ -116,8 +116,8 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set, for the whole model, whether the next backward is the last before the optimizer step. Default: True.
-        "no_shard" and "optim" reduce only in the last backward. The other strategies reduce in every backward, but over
-        the outer axis of a 2-D mesh only in the last."""
+        "no_shard" and "optim" reduce only in the last backward. The other strategies reduce over the shard axis in
+        every backward, and over the outer axis of a 2-D mesh only in the last one."""
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
         runtime_of(self).reductions.last_backward = is_last_backward
 
@@ -165,9 +165,9 @@ class FSDPModule:
         self._weft_driver.backward_prefetch = _to_prefetch(self, "set_modules_to_backward_prefetch", modules)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide this unit's summed gradients by `factor`. None: by the number of ranks, times the
-        `gradient_divide_factor` of `fully_shard` if you passed one. Raises TypeError if `factor` is not a number,
-        ValueError if it is not positive and finite."""
+        """Divide this unit's summed gradients by `factor`. None: divide by the number of ranks and by the
+        `gradient_divide_factor` of `fully_shard`. Raises TypeError if `factor` is not a number, ValueError if it is
+        not positive and finite."""
         unit_of(self).replaced_factor = None if factor is None else checked_factor("gradient divide factor ", factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:

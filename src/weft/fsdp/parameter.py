@@ -1,4 +1,4 @@
-"""One record per parameter: its name, its position in the group, its tensors and its owners (the modules with it).
+"""One record per parameter: its name, position in the group, tensors and owners (the modules that register it).
 
 Functions that work on one parameter of a group take its record. A group keeps its records alive. Other code
 passes any tensor of the parameter to `record_of`, and must not keep the returned record alive.

@@ -46,7 +46,7 @@ class Plain:
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
         """Return the tensor into which the ranks' parts are gathered; `open` then converts it to the full weights.
-        `Plain` returns `full` itself, `Narrow` staging memory or, if each rank has all parts, `source`."""
+        `Plain` returns `full` itself. `Narrow` returns staging memory, or `source` if each rank has all parts."""
         return full
 
     def open(self, full: torch.Tensor, copy: int) -> None:

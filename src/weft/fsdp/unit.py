@@ -6,8 +6,8 @@ is still to come, such as the backward after a forward. The pool may move a unit
 unit, but never ends a hold. A unit does not know its drivers.
 
 Full parameters are registered while a computation or the user's `unshard()` holds the weights. Otherwise the sharded
-parameters are registered, for optimizers, freezing and writes. This includes the time between a forward and its
-backward, in which autograd's graph may hold views of the full weights.
+parameters are registered, for optimizers, freezing and writes. They are also registered between a forward and its
+backward, although autograd's graph may then hold views of the full weights.
 
 `weft.fsdp.gradients.group` describes the life of the gradients.
 """
@@ -302,7 +302,7 @@ class Unit:
         return all(map(self.channels.weights.has_room, self.gathered))
 
     def is_evictable(self) -> bool:
-        """Return whether the weights may be moved: while no holder computes with them. Waits for a gather in flight."""
+        """Return whether the weights may be moved: no holder computes with them. Waits for a gather in flight."""
         if self.computes:
             return False
         self._arrive()

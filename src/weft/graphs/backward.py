@@ -1,9 +1,9 @@
 """The backward of a captured function, with a recording for each form of its outputs' gradients.
 
-form    which outputs have a gradient, and with which strides. An eager backward skips operators that only
-        outputs without a gradient need. With other strides, kernels add in another order.
+form    which outputs have a gradient, and with which strides. An eager backward skips an operator if only
+        outputs without a gradient need it. With other strides, kernels add in another order.
 use     an edge of the autograd graph that leads to a leaf. An eager backward adds the gradients of a leaf's uses one by
-        one, after those of later modules and before those of earlier ones. Therefore a replay returns them one by one.
+        one, later modules first and earlier ones last. Therefore a replay returns them one by one.
 
 A form that first appears in a replay is recorded then. A form that cannot be recorded is differentiated eagerly.
 """
@@ -164,8 +164,8 @@ class Backward:
     def begin(self, samples: Samples, full: Sequence[Sample]) -> Ranges | None:
         """Record the form of `samples`, unless all are None. Return the memory that a backward of any form may read.
 
-        `full`: samples for all outputs. Their form reads all that other forms read, so the memory that it reads is
-        returned, or None if this form cannot be recorded. Raises CaptureRefused if the form of `samples` cannot be.
+        `full`: samples for all outputs. Their form reads all memory that other forms read, so this memory is returned,
+        or None if their form cannot be recorded. Raises CaptureRefused if it fails to record the form of `samples`.
         """
         first = None
         if any(samples):

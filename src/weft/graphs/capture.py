@@ -74,8 +74,8 @@ class Backend(Protocol):
         """Run `function()` one or more times. Return its result, and a recording whose replays write to it.
 
         `known`: the memory that the function may read but does not allocate. `behind`: a recording that is always
-        replayed before the new one, and whose memory holds valid values now. It is not replayed here: a replay could
-        overwrite memory that it shares with recordings between the two. Raises CaptureRefused if the function cannot be
-        captured.
+        replayed before the new one, and whose memory holds valid values now. `capture` does not replay it: a replay
+        could overwrite memory that it shares with recordings made between it and the new one. Raises CaptureRefused if
+        the function cannot be captured.
         """
         ...

@@ -3,7 +3,7 @@ because they may replay in any order.
 
 warm up    once, on the stream of captures: libraries allocate workspaces, and unsupported operators are found
 capture    on that stream, while no other work is queued and no garbage is collected
-replay     once on that stream, because a capture computes nothing; later on the caller's stream, after its own work
+replay     once on that stream, because a capture computes nothing; later on the caller's stream, after its queued work
 
 Autograd runs a backward on another thread of this process, on the stream of its forward, which is the stream of
 captures. weft makes CUDA check for forbidden calls only on the thread that began the capture, because other threads

@@ -30,7 +30,7 @@ class Sample(NamedTuple):
 class Static:
     """A zero-filled `tensor` at a constant address, with the shape, strides, dtype and device of a sample.
 
-    Raises CaptureRefused if elements share memory, unless their indices differ only in expanded dimensions (stride 0).
+    Elements may share memory only along expanded dimensions (stride 0). For any other overlap, raises CaptureRefused.
     """
 
     def __init__(self, sample: Sample) -> None:

@@ -13,7 +13,8 @@ from weft.models.pattern import Pattern, parse
 class HybridConfig(Kinds):
     """The configuration of a hybrid model: the fields for all models and for each kind of layer.
 
-    `weft.models.kinds` defines the fields. The constructor raises ValueError for an invalid value and states the rule.
+    `weft.models.kinds` defines the fields. The constructor raises ValueError for an invalid value. The error states the
+    rule that the value breaks.
     """
 
     def __post_init__(self) -> None:

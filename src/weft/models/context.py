@@ -39,7 +39,7 @@ from weft.models.loss import IGNORED_LABEL
 
 
 class Piece(NamedTuple):
-    """For causal attention: the parts of documents in this rank's slices with S queries and T keys per part.
+    """For causal attention: those parts of documents in this rank's slices that have S queries and T keys each.
 
     `queries` [parts, S]: the indices of the queries in the flattened slices. `keys` [parts, T]: the indices of the keys
     in the flattened tensor that `Slices.pieces` describes. The last S keys of a part have the positions of its queries.

@@ -129,7 +129,7 @@ class Documents:
 
         The number is the same for all positions of a document, and -1 in padding. Documents in different rows are
         different, even if they have the same number. Raises `ValueError` for a number below -1, and for a document
-        number that returns in the same row after another number.
+        number that occurs again in the same row after another number.
         """
         ids = _integers("ids", ids, "[batch, seq]")
         if bool((ids < PADDING).any()):

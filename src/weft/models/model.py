@@ -118,8 +118,8 @@ class HybridModel(nn.Module):
     def tied_ends(self) -> Sequence[nn.Module]:
         """This rank's modules that the model uses both before and after its layers.
 
-        If a tied head or prediction depths also use the embedding, this is the embedding or this rank's copy of it.
-        Otherwise it is empty.
+        If a tied head or prediction depths also use the embedding, the list has the embedding, or this rank's copy of
+        it. If not, the list is empty.
         """
         ties = self.cfg.tie_word_embeddings or self.cfg.parsed.depths > 0
         return [self.embedding] if ties and self.embedding is not None else []

@@ -33,7 +33,7 @@ class Stages:
 
     def merged(self, named: dict[str, Found]) -> dict[str, Found]:
         """Merge the dictionaries `named` of all ranks of the pipeline into one. If several ranks have an entry of the
-        same name, that of the highest rank is kept. Collective."""
+        same name, the entry of the highest rank is kept. Collective."""
         return {name: value for stage in self.all_of(named) for name, value in stage.items()}
 
     def count_parameters(self) -> int:

@@ -100,7 +100,7 @@ class Arrival:
             self._ticket.abandon()
 
     def wait(self) -> Tensor:
-        """Return the rows. On CUDA the current stream waits for them, on CPU the host waits. Later calls do not."""
+        """Return the rows. On CUDA the current stream waits for them, on CPU the host. Later calls do not wait."""
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = self._source = None

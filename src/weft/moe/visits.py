@@ -1,5 +1,5 @@
 """The rows that are exchanged with `rows_per="rank"`. A token has one row for each rank that has any of its experts.
-The row also holds the numbers and weights of these experts.
+The row also holds the numbers and weights of the token's experts on that rank.
 
     on the token's rank                              on the rank of the experts
     ----------------------------------------------   ---------------------------------------------------------

@@ -109,8 +109,8 @@ class FlatRun:
                     each.record.sharded.grad = self.part(each, local)
 
     def begin_step(self) -> None:
-        """Begin an optimizer step. Until `end_step`, `gradient` is None except between `take_gradient` and
-        `drop_gradient`.
+        """Begin an optimizer step. From now on `gradient` is None, until `take_gradient` sets it. `drop_gradient` sets
+        it to None again.
 
         Call `group.gradients.main.take_over()` before `begin_step`.
         """

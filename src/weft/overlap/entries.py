@@ -23,9 +23,9 @@ def table_order(
 
     Without `early_release`, the delayed weight gradients of a layer's `attend` run during the first exchange of the
     layer that comes next in the backward. With `overlap`, the delayed weight gradients of a backward's last layer
-    run during the first exchange of the next entry's backward. If it has no such exchange, they run before the steps of
-    the next entry. If there is no next entry, they run after all steps. Without `overlap`, they run at the end of their
-    own backward.
+    run during the first exchange of the next entry's backward. If the next entry has no such exchange, they run before
+    its steps. If there is no next entry, they run after all steps. Without `overlap`, they run at the end of their own
+    backward.
     """
     switches = {"early_release": early_release, "queues": queues}
     owed: list[Step] = []

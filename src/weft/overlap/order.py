@@ -22,10 +22,10 @@ lane under the computation to their left.
 
 B.combine is the backward of combine: it sends gradients to the experts. A is the layer whose backward ran just before
 B. The delayed weight gradients of A run under B.combine for two reasons. First, the last backward has no
-partner, and therefore no other work to run under B.combine. Second, in a pair, they run while the ranks exchange the
-sizes of F.dispatch, which F.attend has sent. On a device with streams, the host queues B.experts before it waits for
-these sizes, so that the device has work during the wait. The exchange lane waits for F.attend only, so B.experts and
-F.dispatch run at the same time.
+partner, and therefore no other work to run under B.combine. Second, F.attend has sent the sizes of F.dispatch. In a
+pair, the ranks therefore exchange these sizes while the weight gradients are computed. On a device with streams, the
+host queues B.experts before it waits for the sizes, so that the device has work during the wait. The exchange lane
+waits for F.attend only, so B.experts and F.dispatch run at the same time.
 
 The layers of prediction depths follow those of the last chunk. A depth has a step "enter" before its first layer and a
 step "leave" after its last. A chunk has one step before its layers and one step after them:
@@ -37,8 +37,8 @@ step "leave" after its last. A chunk has one step before its layers and one step
     the last    receive                    head: with the loss
 
 B.send is the backward of send: it receives gradients. Messages are sent as soon as their data is computed. If a table
-has separate entries for weight gradients, these compute the weight gradients of the head (head.weights) and the
-backward of embed.
+has separate entries for weight gradients, the weight gradients of the head (head.weights) and the backward of embed
+also run in these entries.
 
 A pair may also consist of two forwards or of two backwards. In such a pair, F and S are the first and the second
 microbatch. S runs half a layer behind F, so that one computes while the rows of the other are in flight. A is the
@@ -58,7 +58,7 @@ previous layer of F in the steps marked "of F", and the previous layer of S in t
                                     S.experts.weights (if delayed)    S.dispatch
                                     F.attend
 
-Each parameter gets the gradient of the first microbatch before that of the second. Depths have "enter" and "leave" as
+Each parameter gets the first microbatch's gradient before the second's. Depths have the steps "enter" and "leave" as
 above.
 """
 

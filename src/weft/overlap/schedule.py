@@ -72,8 +72,8 @@ def forward_backward(
             that it does not allow; a microbatch is neither a pair of tensors nor a dict with tensors as "tokens"
             and "labels"; `schedule` is neither a name nor a table; or a factor of `loss_scale` is not a number.
         ValueError: there are no microbatches, or a microbatch has an entry that no part of the model takes; layers are
-            inside an activation checkpoint; layers are sharded, but the model around them is not; modules whose
-            `forward` a schedule does not call have hooks or are compiled; `overlap` without a `schedule`, if the model
+            inside an activation checkpoint; layers are sharded, but the model around them is not; a module has hooks or
+            is compiled, but a schedule does not call its `forward`; `overlap` without a `schedule`, if the model
             is on one pipeline rank and has no exchange to hide; `early_release` or `halves` without `overlap`; `halves`
             without layers that exchange tokens with `moe_rows_per="rank"`, or with a table in which all microbatches
             run in pairs; `loss_scale` has factors that are not finite, or more or fewer factors than microbatches;

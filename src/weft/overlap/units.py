@@ -100,7 +100,7 @@ class ModelUnits:
         return cls(tuple(found), tuple(around), outside, _policy_of(model), engine)
 
     def program(self, steps: Iterable[Step], together: Iterable[set[tuple[int, int]]] = ()) -> list[Around]:
-        """Return `steps`, each with the units to acquire, to release, and to reduce the gradients of.
+        """Return `steps`, each with the units to acquire, those to release, and those whose gradients to reduce.
 
         `together`: for each pair of backwards that run together, the (microbatch, chunk) of each. If both backwards use
         a unit, its gradients are reduced once, after both.

@@ -32,7 +32,7 @@ def except_ends(first: int = 1, last: int = 1) -> ExceptEnds:
     quantized.
 
     Use it with `weft.models.shard`. Layers are counted over the whole model (all pipeline stages). Each symbol of the
-    layer pattern counts as a layer, also in a group such as `[*-]`. The layers of prediction depths count too, after
-    all others.
+    layer pattern counts as a layer, even inside a group such as `[*-]`. The layers of prediction depths are counted
+    after all others.
     """
     return ExceptEnds(first, last)

@@ -8,7 +8,7 @@ e2m1    s ee m ....     bits 24..22, sign in 31      2 ** 126
 
 On CPU, torch converts float8 one element at a time, which takes ten times as long as these integer operations. They run
 in chunks that fit the cache, so that temporary memory does not grow with the weight. Other devices use torch's
-conversion. So does CPU if a payload has a NaN, because the integer operations do not map its bits to a NaN of fp32.
+conversion. The CPU uses it too if a payload has a NaN: the integer operations would not return a NaN for its bits.
 """
 
 from typing import Any

@@ -3,7 +3,7 @@
     x  --via-->  x  --/ scale, clamp, round to nearest even-->  payload        y = payload * scale, in fp32
 
 A scale is computed from the largest finite magnitude of its block. Infinities saturate. NaNs remain NaNs in the
-payload. The codes of nvfp4 have no NaN, so there the scale of the block becomes NaN. On CPU values are quantized in
+payload, except for nvfp4: its codes have no NaN, so the scale of the block becomes NaN. On CPU, values are quantized in
 chunks, so that temporary fp32 values stay in the cache.
 """
 

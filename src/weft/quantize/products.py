@@ -51,8 +51,9 @@ def scaled_product(
     """Return `x @ weight.T` for `dim` -1, or `x @ weight` for `dim` -2, in the dtype of `x`.
 
     `x`: `[rows, K]`, where K is the size of dimension `dim` of the weight. `payload`, `scales`: the payload and the
-    scales of the weight, as `quantize` returns them. `offsets`: for a stack of matrices, where the rows of each end in
-    `x`. Matrix i multiplies the rows `x[offsets[i - 1] : offsets[i]]`, and matrix 0 the rows before `offsets[0]`.
+    scales of the weight, as `quantize` returns them. `offsets`: for a stack of matrices, the index after each matrix's
+    last row of `x`. Matrix i multiplies the rows `x[offsets[i - 1] : offsets[i]]`, and matrix 0 the rows before
+    `offsets[0]`.
     """
     other = beside(recipe, dim, by_row=offsets is not None)
     if x.is_cuda and other is not None:

@@ -2,8 +2,8 @@
 
 A template is written in Jinja. It is the file `chat_template.jinja`, or `chat_template` in tokenizer_config.json. Text
 between {% generation %} and {% endgeneration %} counts as written by the assistant. For a template without these tags,
-a conversation is rendered twice up to each message of the assistant: first without that message, but with the
-generation prompt, then with the message. Text that is only in the second rendering counts as written by the assistant.
+a conversation is rendered twice for each message of the assistant. The first rendering ends with the generation prompt
+in place of that message, the second with the message. Text that only the second has counts as written by the assistant.
 """
 
 import json
@@ -63,8 +63,9 @@ class ChatTemplate:
     def spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text, and the ranges (begin, end) of the characters that the assistant writes.
 
-        Raises ConfigError if the ranges cannot be determined. This can happen only without {% generation %}: if the
-        template renders a message differently when others follow it, or an answer without the text that `prompt` adds.
+        Raises ConfigError if the ranges cannot be determined. This can happen only without {% generation %}, if the
+        template renders a message differently when others follow it, or if an answer as the template renders it does
+        not begin with the text that `prompt` adds.
         """
         if self.marks:
             return _unmarked(self._marked(messages, False))

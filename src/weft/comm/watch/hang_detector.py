@@ -1,8 +1,8 @@
 """Watches the waits of a process, so that deadlocked ranks raise an error.
 
-Each collective has a key that is the same on all ranks, and a number: how many of that key this rank has issued. A rank
-that has waited for a while publishes its state in the job's store: what it waits for and what it has issued. `rules`
-decides which ranks are stuck, even after exceptions and exits. For stuck ranks:
+Each collective has a key that is the same on all ranks, and a number, which counts the collectives with this key that
+this rank has issued. A rank that has waited for a while publishes its state in the job's store: what it waits for and
+what it has issued. `rules` decides which ranks are stuck, even after exceptions and exits. For stuck ranks:
 
     a rank can join the collective that another rank waits for     it joins
     no rank can join                                               CollectiveMismatch on every rank that waits in weft

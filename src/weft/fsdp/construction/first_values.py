@@ -6,8 +6,8 @@ precede parents, as in constructors. Units that are sharded in the order of the 
 same random numbers as on a real device. All ranks take rank 0's values, even if their random generators differ.
 
 Tensors on a real device, such as weights that were loaded with `assign=True`, keep their values: `reset_parameters()`
-sees copies of them. New memory holds a recognizable pattern (`weft.memory.blank`), so memory that is left unfilled
-raises an error.
+sees copies of them. New memory holds a recognizable pattern (`weft.memory.blank`), so that weft can raise an error
+if memory is left unfilled.
 
 If a module has no `reset_parameters()`, its parameters are sharded unfilled, and its buffers stay on the meta device.
 The model's `init_weights()` or a state dict fills the shards later. `model.to_empty(device=...)` allocates only the

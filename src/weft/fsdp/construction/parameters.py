@@ -1,4 +1,4 @@
-"""How one parameter is sharded: whether it can be, where it is cut, and whether it is quantized.
+"""Decides for one parameter whether it can be sharded, where it is cut, and whether it is quantized.
 
 A parameter can be sharded if its class overrides no operators. If it is a DTensor with a tensor-parallel placement,
 this rank's slice is sharded further. `shard_placement_fn` chooses where parameters may be cut. With
@@ -82,7 +82,8 @@ class TensorAtomic:
 
 @dataclass(frozen=True)
 class BlockAtomic:
-    """A choice of `shard_placement_fn`: the tensor is cut only between blocks of `rows` rows (dim 0), 32 for MXFP8."""
+    """A choice of `shard_placement_fn`: the tensor is cut only between blocks of `rows` rows (dim 0). For MXFP8,
+    choose `rows=32`."""
 
     rows: int
 

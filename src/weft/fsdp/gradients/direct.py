@@ -3,12 +3,13 @@ tensor-parallel ranks.
 
 A custom backward may write its product to a given tensor (`torch.addmm(out=)`, a fused kernel). This avoids a copy of
 the gradient and, with a wider `reduce_dtype`, rounding to the compute dtype. The backward calls `weight_gradient`, and
-returns None as the weight's gradient. Its forward keeps the weight as an attribute of `ctx`, not with
-`save_for_backward`, which returns a copy under an activation checkpoint.
+returns None as the weight's gradient. The forward keeps the weight as an attribute of `ctx`. With
+`save_for_backward`, the backward would get a copy under an activation checkpoint.
 
 Megatron's convention works too: a module sets `weight.grad_added_to_main_grad = False` on its parameter before
-`fully_shard`. In backward it adds to `weight.main_grad` and sets `weight.grad_added_to_main_grad = True`. The gradient
-that the module returns to autograd is then ignored, or added if `weight.zero_out_wgrad = True` declares it as zeros.
+`fully_shard`. In backward it adds to `weight.main_grad` and sets `weight.grad_added_to_main_grad = True`. weft then
+ignores autograd's gradient of the weight. If `weight.zero_out_wgrad = True` declares that the module returns zeros,
+weft adds autograd's gradient, which includes the gradients of the weight's other uses.
 
 `whole` is for weights that are replicated over tensor-parallel ranks, each of which computes a partial gradient:
 

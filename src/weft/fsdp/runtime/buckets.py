@@ -107,9 +107,9 @@ class Bucket:
 def bundle_bytes(units: Sequence[Unit]) -> int:
     """Return the default maximum size of a bucket in bytes: one to four times the transport's `latency * bandwidth`.
 
-    A message of `latency * bandwidth` bytes spends half of its time on latency. A message of four times that size
-    spends a fifth.
-    Within this range, the size is an eighth of the model, because nothing overlaps with a pass's first message.
+    A message of `latency * bandwidth` bytes spends half of its time on latency, and a message of four times that size
+    spends a fifth of its time. Within this range, the size is an eighth of the model, because nothing overlaps with a
+    pass's first message.
     """
     transports = [transport_of(group.groups[-1], group.device) for unit in units for group in unit.groups]
     least = min((each.capabilities.bundle_bytes for each in transports), default=0)

@@ -6,7 +6,7 @@
       pass
     at the end of a      its collectives, parameters with gradients,     a parameter has a gradient if it has one on any
       backward           units that wait for a turn, groups that it      rank; units that wait on any rank are reduced;
-                         trains now, failed graph captures               the order of the units, if it was the same
+                         trains now, failed graph captures               if the units' order was the same, it is agreed
 
 With `check_collectives=False` the ranks exchange nothing. Each rank then assumes that every possible gradient exists.
 """

@@ -35,7 +35,8 @@ class RuntimeOptions:
       True: copies of the mesh's process groups. A list: process groups with the same ranks, to use in place of copies.
     - `allocator`: "trace" records the first step, and then places buffers in two slabs: one allocation for weights, one
       for gradients. "caching" takes and returns memory of torch's allocator for each use of a buffer.
-    - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: only the next unit.
+    - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: the next unit or bucket; in
+      a schedule, two units.
     - `bucket_bytes`: adjacent units of at most this total size share a message (0: none do). None: an eighth of the
       model, but at least the transport's latency times its bandwidth, and at most four times this product.
     - `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit

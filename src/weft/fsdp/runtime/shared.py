@@ -1,7 +1,7 @@
 """The objects that the units of a model share, and operations on all units.
 
 Drivers call `gathers` and `reductions`, which have the rules for gathers and for reductions. `channels` has the lanes
-and pools, `planner` the addresses. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only others
+and pools. `planner` plans memory. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only others
 need (`_helper`), and update model weights after the main weights have changed (`_freshness`).
 
 A unit whose module was replaced stays in the list. Ranks may free the module at different times, but all ranks must

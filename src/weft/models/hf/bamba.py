@@ -45,7 +45,7 @@ def read_mamba(raw: Raw) -> Raw:
 
 
 def write_mamba(cfg: HybridConfig) -> Raw:
-    """Return the computed Mamba fields of config.json. Without Mamba layers, they only satisfy `read_mamba`."""
+    """Return Mamba's computed fields of config.json. Without Mamba layers, return values that `read_mamba` accepts."""
     if "M" not in cfg.pattern:
         return {"mamba_n_heads": 1, "mamba_d_head": cfg.hidden_size, "mamba_expand": 1, "mamba_n_groups": 1}
     high: Any = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max

@@ -1,7 +1,7 @@
 """Converts Hugging Face files to weft's own format and back, tensor by tensor.
 
-weft's own directory has safetensors files with weft's names, `weft-model.json` with the configuration and the original
-config.json, and the other files of the model: tokenizer, chat template and generation settings.
+weft's own directory has safetensors files with weft's names, and the other files of the model: tokenizer, chat template
+and generation settings. Its `weft-model.json` contains the configuration and the original config.json.
 """
 
 import dataclasses

@@ -57,13 +57,13 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     For any other model, the default is the first family that can represent it. All ranks gather one weight at a time,
     and rank 0 writes it.
 
-    For a loaded model, rank 0 also writes the tokenizer and generation files and, if the family is still the original
-    one, the weights that the text model does not use. If the configuration is also still the original one, config.json
-    is the original, except for the dtype. Otherwise it is a new one.
+    For a loaded model, rank 0 also writes the tokenizer and generation files. If the family is still the original one,
+    rank 0 also writes the weights that the text model does not use. If neither the family nor the configuration has
+    changed, config.json is the original, except for the dtype. If either has changed, config.json is new.
 
-    Raises `ConversionError` if no family that `model_type` allows can represent the model, if the model is split over
-    several pipeline ranks, if the directory cannot be created, or if it already contains a model: old files could be
-    mistaken for new ones.
+    Raises `ConversionError` if the family to write is unknown or cannot represent the model, if no family can represent
+    it, if the model is split over several pipeline ranks, if the directory cannot be created, or if the directory
+    already contains a model: old files could be mistaken for new ones.
     """
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(

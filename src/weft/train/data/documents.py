@@ -1,7 +1,7 @@
 """Reads documents from files of several kinds.
 
 kind         files                                      a document
-"text"       any text                                   a file; two if a part in the middle is for validation
+"text"       any text                                   a file, cut into two where a validation part is taken out
 "jsonl"      *.jsonl                                    `data.field` of the object on a line
 "messages"   *.jsonl                                    the conversation in `data.field`, as JSON
 "parquet"    *.parquet                                  `data.field` of a row

@@ -1,6 +1,6 @@
-"""Writes the report of a running training from time to time, in a separate process.
+"""Writes the report of a run from time to time while it trains, in a separate process.
 
-The drawing of pictures takes seconds of CPU time, and no step should wait for it.
+Drawing the pictures takes seconds of CPU time, and no step should wait for them.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Compares the settings of a resumed run with those in its config.toml, and decides which may differ.
 
-    REFUSED   the setting determines the function that the model computes, or the data of the training, or would have
-              no effect any more. With `run.renumber`, a pattern that groups the same layers differently is PRINTED
+    REFUSED   the new value would not fit the trained weights, the data so far or the saved state, or would have no
+              effect. With `run.renumber`, a pattern that groups the same layers differently is PRINTED
     PRINTED   the setting takes effect, and is printed before the first step
-    SILENT    the setting changes how the run computes; results differ only by rounding
+    SILENT    the setting takes effect, and changes the results by no more than rounding
 
 docs/training.md has this table for users.
 """

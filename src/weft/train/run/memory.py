@@ -27,8 +27,8 @@ _NAME = re.compile(r"weft-(\d+)-.+")
 def folder_in_memory() -> Iterator[Path]:
     """Create a folder in host memory for a `with` block, and remove it after the block.
 
-    First, the folders that killed processes of this user have left behind are removed. Raises ConfigError if the new
-    folder cannot be created.
+    First removes the folders that earlier processes of this user left behind because they were killed. Raises
+    ConfigError if the new folder cannot be created.
     """
     _remove_stale()
     try:

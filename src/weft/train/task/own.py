@@ -177,10 +177,10 @@ class Stream:
     must yield the same microbatches. The random state includes the generators of a loader and of its samplers, but not
     those of worker processes that persist.
 
-    If a different number of ranks saved the position, each rank continues at the saved position of rank 0, times the
-    number of ranks that saved it, divided by `ranks`. This is exact if the ranks take the microbatches of a pass in
-    turn, and all take equally many. Such a load raises ConfigError if the division has a remainder, or if the iterable
-    has a `state_dict`.
+    If n ranks saved the position, and n differs from `ranks`, each rank continues at position p * n / `ranks`, where p
+    is the saved position of rank 0. This is exact if the ranks take the microbatches of a pass in turn, and all take
+    equally many. Such a load raises ConfigError if the division has a remainder, or if the iterable has a
+    `state_dict`.
     """
 
     per_rank = True
