@@ -28,8 +28,8 @@ from weft.layout.cuts import Cuts
 
 
 class _Uneven:
-    """A placement over one of the axes of `cuts`. torch treats it as `even`, a placement of even cuts.
-    `shape`: the shape of the whole tensor."""
+    """A placement with uneven `cuts`, on one of the mesh axes over which they cut. torch treats it like `even`, its
+    own placement with even cuts. `shape`: the shape of the whole tensor."""
 
     dim: int
 

@@ -134,8 +134,8 @@ def _written(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _draws(function: Any, args: tuple, kwargs: dict) -> bool:
-    """Return whether an operator that torch tags as random draws random numbers. Attention has the tag, but draws none
-    without dropout."""
+    """Return whether a call of an operator that has torch's tag for random operators draws random numbers. Attention
+    has this tag, but draws none without dropout."""
     for place, argument in enumerate(function._schema.arguments):
         if argument.name == "dropout_p":
             return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))

@@ -390,7 +390,10 @@ def _known(handle: Handle) -> _ExchangeHandle:
 
 
 def _sort_blocks(sizes: Tensor, total: int) -> Tensor:
-    """Return the index that reorders blocks of rows, of `sizes` [m, n], from row-major to column-major order."""
+    """Return the row index that reorders an m x n grid of blocks of rows from row-major to column-major order.
+
+    `sizes` [m, n]: the number of rows in each block. `total`: the sum of `sizes`.
+    """
     starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes).t().flatten()
     lengths = sizes.t().flatten()
     shift = starts - (lengths.cumsum(0) - lengths)

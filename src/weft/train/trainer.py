@@ -30,7 +30,7 @@ Callback = Callable[["Trainer", dict[str, Any]], None]
 
 
 class Trainer(loop.Trainer):
-    """Trains any module with the loop of `weft train`: sharded, logged, saved, resumed bit for bit.
+    """Trains any module with the loop of `weft train`, which shards, logs, saves, and resumes bit for bit.
 
         trainer = weft.train.Trainer(
             model=build,  # an nn.Module, or a function that builds one, which is called on the meta device

@@ -199,7 +199,8 @@ def _first(model: HybridConfig, sharding: ShardingConfig, candidates: object) ->
 
 
 def _with_fewer_rows(config: TrainConfig, ranks: int) -> TrainConfig:
-    """Return `config` with short rows that all axes divide, and with the fewest microbatches (at least 2) that fit."""
+    """Return `config` with short rows, whose length the sizes of all mesh axes divide, and with the fewest microbatches
+    that the pipeline's schedule accepts, at least 2 if the configuration has 2."""
     sharding, dp = config.sharding, data_ranks(config, ranks)
     unit = 2 * sharding.cp * sharding.tp
     length = unit * -(-24 // unit)
