@@ -304,5 +304,5 @@ def test_a_hugging_face_directory_is_read_by_stages_and_written_in_one_piece_onl
     hf.load(model, tmp_path / "whole")
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight.full_tensor(), whole.get_parameter(name).detach(), rtol=0, atol=0)
-    with pytest.raises(ConversionError, match=r"cut over pp=2 ranks.*load it with pp=1"):
+    with pytest.raises(ConversionError, match=r"split over pp=2 ranks.*load it with pp=1"):
         hf.save(model, tmp_path / "stages")
