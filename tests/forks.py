@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,8 @@ class Forked(subprocess.Popen):
         ends = [how["p2cread"], how["c2pwrite"], how["errwrite"]]
         ends = [number if end == -1 else end for number, end in enumerate(ends)]
         environment = dict(os.environ if how["env"] is None else how["env"])
-        become = functools.partial(_become, command[3:], environment, str(how["cwd"] or os.getcwd()))
+        ignored = {number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN}
+        become = functools.partial(_become, command[3:], environment, str(how["cwd"] or os.getcwd()), ignored)
         if self.template is not None:
             self.pid = _adopted(self.template, become, ends)
         else:
@@ -120,6 +121,7 @@ def _become(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     folder: str,
+    ignored: Set[int],
     *ends: int,
     kept: Sequence[int] = (),
     process_group: int = -1,
@@ -127,7 +129,7 @@ def _become(
     """Be what `python -m weft *arguments` would be; never returns."""
     code = 70
     try:
-        _forget_the_process_before(ends, kept, process_group)
+        _forget_the_process_before(ignored, ends, kept, process_group)
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
@@ -150,12 +152,12 @@ def _become(
         os._exit(code)
 
 
-def _forget_the_process_before(ends: Sequence[int], kept: Sequence[int], process_group: int) -> None:
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):  # an ignored signal stays ignored, as in a new program
-            signal.signal(number, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def _forget_the_process_before(ignored: Set[int], ends: Sequence[int], kept: Sequence[int], process_group: int) -> None:
+    # What the process that asks ignores is ignored, as in a new program; all else has its default.
+    usual = {signal.SIGINT: signal.default_int_handler}
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if signal.getsignal(number) not in (None, signal.SIG_DFL) or number in usual or number in ignored:
+            signal.signal(number, signal.SIG_IGN if number in ignored else usual.get(number, signal.SIG_DFL))
     signal.set_wakeup_fd(-1)
     if process_group >= 0:
         os.setpgid(0, process_group)
