@@ -156,8 +156,9 @@ def _forget_the_process_before(ignored: Set[int], ends: Sequence[int], kept: Seq
     # What the process that asks ignores is ignored, as in a new program; all else has its default.
     usual = {signal.SIGINT: signal.default_int_handler}
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        if signal.getsignal(number) not in (None, signal.SIG_DFL) or number in usual or number in ignored:
-            signal.signal(number, signal.SIG_IGN if number in ignored else usual.get(number, signal.SIG_DFL))
+        wanted = signal.SIG_IGN if number in ignored else usual.get(number, signal.SIG_DFL)
+        if signal.getsignal(number) not in (None, wanted):
+            signal.signal(number, wanted)
     signal.set_wakeup_fd(-1)
     if process_group >= 0:
         os.setpgid(0, process_group)
