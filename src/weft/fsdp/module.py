@@ -180,7 +180,7 @@ class FSDPModule:
         `reduced`: this rank's part, 1-D, averaged, in the reduce dtype. On a 2-D mesh it is reduced over both axes. The
         hook may change it in place. The hook runs on `stream`; None: on the stream of the reduction. On CPU, `stream`
         has no effect. Parameters of different dtypes are reduced separately, with one call of the hook each. Raises
-        TypeError if `hook` is not callable, ValueError if `stream` is given on a 2-D mesh.
+        TypeError if `hook` is not callable or `stream` no stream, ValueError if `stream` is given on a 2-D mesh.
         """
         unit = unit_of(self)
         if not callable(hook):

@@ -14,6 +14,7 @@ attention is the same amount of work on each rank. With cp = 2:
     +       latents and rotated keys                             grow with the row, but are fewer
     M, G, K the last inputs of the convolution, then the factor  constant
             and the summand with which a slice updates the state
+    P       as in * and in M
 
 The collectives for these exchanges run on the lane "context", a communication queue beside the computation. The
 backward of a gather sums the gradients over the ranks.

@@ -196,7 +196,8 @@ def _refuse_shared_memory(owners: dict[nn.Module, str], found: dict[nn.Parameter
 
 
 def _span(tensor: torch.Tensor) -> tuple[str, int, int] | None:
-    """Return the device, the start and the end address of `tensor`; None if other tensors may lie in gaps of it."""
+    """Return the device, the start and the end address of `tensor`. Return None if it has no memory (a meta tensor, an
+    empty or freed one), is not strided or of a subclass, or if other tensors may lie in gaps of it."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
     if tensor.layout is not torch.strided:

@@ -66,7 +66,7 @@ def meet(
 
     wait.answer(come)
     while (count := wait.answer(lambda: store.add(COUNT, 0))) < ranks:
-        if count < 0 and wait.is_over_for_others():
+        if wait.is_over_for_others(withdrawn=count < 0):
             raise Interrupted("stopped: another rank was stopped while it waited; nothing was trained")
         if stop.requested and _leave(store, ranks):
             raise Interrupted(f"stopped while waiting for {absent()}; nothing was trained")
@@ -132,11 +132,14 @@ class _Wait:
         self.next_word = FIRST_WORD_S
         self.left: float | None = None
 
-    def is_over_for_others(self) -> bool:
-        """Return whether the withdrawal of another rank is final: True from one second after the first call.
+    def is_over_for_others(self, withdrawn: bool) -> bool:
+        """Return whether the withdrawal of another rank is final, which it is if each call in one second saw it.
 
-        Call this while `COUNT` is negative. Within this second, the other rank's `_leave` may undo the withdrawal.
+        `withdrawn`: whether `COUNT` is negative now. Within this second, the other rank's `_leave` may undo it.
         """
+        if not withdrawn:
+            self.left = None
+            return False
         self.left = self.left or time.monotonic()
         return time.monotonic() - self.left > 1
 
