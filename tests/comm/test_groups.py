@@ -46,6 +46,16 @@ def test_twins_and_neighbours_have_the_timeout_and_the_description_of_their_grou
 
 
 @distributed(2)
+def test_a_torch_that_sorts_the_ranks_of_groups_is_refused_where_a_mesh_has_another_order():
+    def older(ranks, backend, timeout, pg_options, use_local_synchronization, group_desc):
+        raise AssertionError("ranks would be sorted")
+
+    mine = dist.new_group([1, 0], sort_ranks=False)
+    with mock.patch.object(dist, "new_group", older), pytest.raises(RuntimeError, match=r"in the order \[1, 0\]"):
+        twin_group(mine)
+
+
+@distributed(2)
 def test_the_hosts_group_beside_one_of_devices_has_its_timeout_and_description():
     mine = dist.new_group([0, 1], timeout=timedelta(seconds=44), group_desc="shards")
     backend_of, groups.backend_of = groups.backend_of, lambda group, device: "nccl"

@@ -10,6 +10,7 @@ tag of a message = CHANNEL_STRIDE * channel + a number below CHANNEL_STRIDE, by 
 """
 
 import copy
+import inspect
 import threading
 import weakref
 import zlib
@@ -95,7 +96,12 @@ def _made_within(
     """Create a group like `group` that has only `ranks`. Exactly these ranks call this, once for each `purpose`."""
     name = f"{group.group_name}/{purpose} {','.join(map(str, ranks))}"
     timeouts = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group))
-    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 has only sorted groups
+    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    if order and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise RuntimeError(
+            f"torch {torch.__version__} sorts the ranks of a process group, and a mesh has them in the order {ranks}: "
+            f"list the ranks of the mesh in ascending order, or use torch 2.13"
+        )
     with _named(name):
         made: Any = dist.new_group(
             ranks,
