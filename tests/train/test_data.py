@@ -254,7 +254,7 @@ def test_files_that_are_validation_and_training_text_are_told(text, tmp_path):
     (tmp_path / "held.txt").write_text("held\n" * 20)
     load_corpus(config(text, tmp_path, validation_paths=held), say=said.append)
     (line,) = said
-    assert line.startswith("data.validation_paths = ") and "1 of its 2 files are in data.paths = " in line
+    assert line.startswith("data.validation_paths = ") and "1 of its 2 files are also in data.paths = " in line
 
 
 def test_output_of_runs_is_not_training_text(text, tmp_path):

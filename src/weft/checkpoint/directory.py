@@ -82,8 +82,8 @@ def identify(directory: Path) -> str:
 
 
 def require_own(checkpoint: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError if another run wrote `checkpoint`: then the identity in `manifest` differs from the one in
-    the file `.run` beside `checkpoint`. If either identity is missing, do nothing."""
+    """Raise CheckpointError if another run wrote `checkpoint`, that is, if the identity in `manifest` differs from the
+    identity in the file `.run` beside `checkpoint`. If either identity is missing, do nothing."""
     own = identity(checkpoint.parent)
     if own and manifest.run and manifest.run != own:
         raise CheckpointError(

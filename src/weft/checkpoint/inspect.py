@@ -16,7 +16,7 @@ from weft.checkpoint.manifest import MANIFEST, CheckpointError, CheckpointGone, 
 from weft.checkpoint.reading import describe
 
 _ONE_LINE = 10_000
-"""The width of output that does not go to a terminal. Keys are not wrapped, so that they can be searched."""
+"""The width of output that does not go to a terminal, large enough that keys are not wrapped and can be searched."""
 
 
 def show(path: Path, *, verify_content: bool = False, console: Console | None = None) -> None:
@@ -27,7 +27,7 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
     of all files are checked. With `verify_content`, every file is also read and compared with its checksums.
 
     Raises ValueError if `path` is not a checkpoint and contains none, not even an incomplete one. Raises
-    CheckpointError if a checkpoint is damaged. For a folder or a run directory, the tables are printed first.
+    CheckpointError if a checkpoint is damaged. For a folder or a run directory, `show` first prints the tables.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _ONE_LINE)
     if (path / MANIFEST).is_file():

@@ -2,7 +2,8 @@
 
 flock                  if the file system supports it; the lock ends with the process
 a lease, `.lease`      otherwise (some Lustre, NFS without lockd): a file that its owner renews every few seconds;
-                       another process takes over a lease that was not renewed for `LEFT_S` seconds
+                       another process takes over a lease that was not renewed for `LEFT_S` seconds, or whose owner
+                       was a process on the same host and has exited
 """
 
 import errno
@@ -24,7 +25,7 @@ LEASE = ".lease"
 RENEWED_S = 3.0
 """Seconds between two renewals of a lease."""
 LEFT_S = 20.0
-"""The seconds without a renewal after which another process may take over a lease."""
+"""The number of seconds without a renewal after which another process takes over a lease."""
 
 
 class Lock(Protocol):
@@ -188,7 +189,7 @@ def _owner() -> str:
 
 
 def _is_dead(lease: str) -> bool:
-    """Return whether the owner of the lease was a process of this host that has exited."""
+    """Return whether the owner of the lease was a process on this host and has exited."""
     number, _, rest = lease.partition(" on ")
     if rest.rpartition(" ")[0] != os.uname().nodename or not number.isdigit():
         return False

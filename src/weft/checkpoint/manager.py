@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 # torch warns at each save without a process group. A single process needs none, so the warning is suppressed.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
-_COLLECTIVE_TIMEOUT = timedelta(hours=2)  # the slowest rank may need that much longer to write its part
+_COLLECTIVE_TIMEOUT = timedelta(hours=2)  # the slowest rank may need this much longer than the fastest to write
 _LOCK_TIMEOUT_S = 30.0
 _ATTEMPTS = 10
 """The number of attempts to read the newest checkpoint while a training run replaces it by newer ones."""
@@ -40,7 +40,7 @@ class CheckpointManager:
     """Saves and loads checkpoints of a run in `directory`, which all ranks must see.
 
     A save is written to a new folder and flushed. After every rank has confirmed its part, one rename makes the folder
-    a checkpoint. Then old checkpoints are deleted, except the newest `keep` and those of the steps in `protected`. If
+    a checkpoint. Then old checkpoints are deleted, except the newest `keep` and the steps in `protected`. If
     `load` skipped a checkpoint, all checkpoints that existed at that time are kept too. All ranks of `process_group`
     (default: all ranks) must make the same calls in the same order, each with its own part of the state. A single
     process needs no process group.
@@ -66,7 +66,7 @@ class CheckpointManager:
         self._group: dist.ProcessGroup | None = None
         self._writers: dist.ProcessGroup | None = None
         if dist.is_initialized():
-            # Both groups are separate from those of training, so that collectives do not mix. The background thread
+            # Both groups are separate from training's groups, so that collectives do not mix. The background thread
             # has a group to itself, because the main thread may issue collectives while the background thread writes.
             beside = process_group or dist.group.WORLD
             assert beside is not None
@@ -128,8 +128,9 @@ class CheckpointManager:
         returns when the checkpoint is complete.
 
         `committed` is called on the first rank when the checkpoint is complete; with `asynchronous`, the background
-        thread calls it. If a checkpoint of `step` already exists, raises CheckpointError or, if the last `load` skipped
-        that checkpoint, renames it. Raises CheckpointError if another run still holds the directory after 30 seconds.
+        thread calls it. If a checkpoint of `step` already exists, `save` renames it if the last `load` skipped it,
+        and raises CheckpointError otherwise. It also raises CheckpointError if another run still holds the directory
+        after 30 seconds.
         """
         self.wait()
         self._prepare(step)
@@ -180,13 +181,14 @@ class CheckpointManager:
     def load(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Fill `state` from the checkpoint of `step`, or by default from the newest intact one, and return its step.
 
-        The number of ranks and the sharding may differ from those of the save. Stored objects whose names are not in
+        The number of ranks and the sharding may differ from the save's. Stored objects whose names are not in
         `state` are not read. All data that are read are compared with their checksums, and no code named in the
         checkpoint is run.
 
-        Without `step`, `load` skips damaged checkpoints and those of other runs, and lists them in `passed_over`. If it
-        skips any, later saves of this manager delete none of the checkpoints that existed during the load. If a
-        training run deletes a checkpoint during the load because it has saved newer ones, `load` tries the newer ones.
+        Without `step`, `load` skips checkpoints that are damaged or belong to another run, and lists them in
+        `passed_over`. If it skips any, later saves of this manager delete none of the checkpoints that existed during
+        the load. If a training run deletes a checkpoint during the load because it has saved newer ones, `load` tries
+        the newer ones.
 
         With `step`, raises CheckpointError if the checkpoint does not exist, is damaged or belongs to another run.
         Without `step`, raises it only if no checkpoint can be loaded. A damaged checkpoint may already have filled a

@@ -174,7 +174,7 @@ class CheckedFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read until `buffer` is full or the part ends, and return the number of bytes read. `readinto` of an ordinary
-        stream may return fewer bytes, but torch's reader relies on getting them all."""
+        stream may return fewer bytes, but torch's reader expects a full read."""
         target = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
         done = 0
         while done < len(target):

@@ -64,7 +64,7 @@ class _Opcodes(dict[int, Callable]):
 
 
 class _Unpickler(pickle._Unpickler):
-    # The unpickler written in Python, because its table of opcodes can be restricted.
+    # This uses pickle's Python implementation, because its table of opcodes can be restricted.
     dispatch = _Opcodes({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES})
 
     def find_class(self, module: str, name: str) -> Any:

@@ -11,7 +11,7 @@ from weft.errors import StorageError
 
 PROBE = ".probe-"
 _SEEN_S = 10.0
-"""The seconds to wait for a new file, because other hosts may see it with a delay on a network file system."""
+"""The number of seconds to wait for a new file. On a network file system, other hosts may see it with a delay."""
 
 
 def try_save(directory: Path) -> Path:

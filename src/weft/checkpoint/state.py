@@ -98,8 +98,8 @@ class OptimizerState:
 
     def prepare_load(self, stored: Mapping[str, Stored]) -> None:
         """Allocate the tensors that the load fills with the stored state. No tensors are allocated for parameters that
-        this optimizer lacks. The load reports the keys of such parameters as unexpected, unless they belong to other
-        pipeline stages."""
+        this optimizer lacks. The load reports their keys as unexpected, unless the parameters are on other pipeline
+        stages."""
         targets: dict[str, dict[str, Any]] = {}
         for key, value in stored.items():
             first, *parts = key.split(".")

@@ -41,7 +41,7 @@ class Operation:
 
 
 # These variables have no lock. A lock could deadlock: while a thread holds it, garbage collection in that thread may
-# close a file, which is an operation too. Instead, each line that changes a variable is one step of the interpreter.
+# close a file, which is an operation too. Instead, each line that changes a variable is atomic in the interpreter.
 _running: dict[int, Operation] = {}
 _numbers = itertools.count(1)
 _moves = 0

@@ -115,7 +115,7 @@ def report(options: argparse.Namespace) -> int:
     if not 0 <= options.live < math.inf:
         raise ValueError(f"--live {options.live}: must be a number of seconds, or 0 for a page that does not reload")
     if options.live:
-        os.nice(_BESIDE)  # the run needs the processor more
+        os.nice(_BESIDE)  # give the training run priority on the processor
     print(write_report(run, live_s=options.live))
     return 0
 

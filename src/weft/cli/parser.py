@@ -106,8 +106,8 @@ def _train(known: Any) -> None:
         const=True,
         default=False,
         metavar="RUN_DIRECTORY",
-        help="resume from the newest intact checkpoint of that run, with its configuration unless one is named, or of "
-        "the newest run of the configured name",
+        help="resume from the newest intact checkpoint of RUN_DIRECTORY or, without it, of the newest run with the "
+        "configured name; uses the run's configuration unless you name one",
     )
     train.add_argument(
         "--resume-or-start",
@@ -140,7 +140,7 @@ def _train(known: Any) -> None:
 def _check(known: Any) -> None:
     check = known.add_parser(
         "check",
-        help="compare one step of a small copy of a configuration on all its ranks, in one process, with one rank",
+        help="run a step of a small copy of a configuration on one rank and on several, and compare them",
         epilog=EXIT_CODES,
     )
     check.add_argument("config", metavar="CONFIG.toml")
@@ -217,7 +217,7 @@ def _convert(known: Any) -> None:
     convert.add_argument("target", metavar="TARGET", help="a new directory")
     convert.add_argument(
         "--family",
-        help="model type to write (default: that of the source, or one that fits)",
+        help="model type to write (default: the source's type, or one that fits)",
     )
     _add_ignored(convert)
     convert.set_defaults(run=commands.convert)
@@ -237,7 +237,7 @@ def _schedule(known: Any) -> None:
     schedule.add_argument("name", metavar="NAME_OR_FILE", help="a schedule, such as dualpipev, or a file with a table")
     schedule.add_argument("--pp", type=int, help="pipeline ranks")
     schedule.add_argument("--microbatches", type=int, help="the number of microbatches of a step")
-    schedule.add_argument("--chunks", type=int, help="stages on each rank (default: that of the schedule)")
+    schedule.add_argument("--chunks", type=int, help="stages on each rank (default: the schedule's)")
     schedule.add_argument(
         "--costs",
         default="1,1,1",
@@ -248,7 +248,7 @@ def _schedule(known: Any) -> None:
         "--pair",
         type=float,
         default=1.0,
-        help="time of a forward and a backward run as a pair, relative to one after the other (default: 1)",
+        help="time of a pair of a forward and a backward, relative to running one after the other (default: 1)",
     )
     schedule.add_argument("--transfer", type=float, default=0.0, help="time of a message between ranks (default: 0)")
     schedule.add_argument("--save", metavar="FILE", help="write a picture (FILE.png) or an editable table (FILE.txt)")

@@ -140,7 +140,7 @@ def _check_trust(options: argparse.Namespace, config_path: str) -> None:
 
 
 def _local_devices() -> int:
-    import torch  # importing takes seconds; --ranks avoids it
+    import torch  # this import takes seconds; with --ranks it is not needed
 
     return torch.cuda.device_count()
 

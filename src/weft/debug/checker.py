@@ -14,8 +14,9 @@ define the order of work.
     -------------------------------------------  -----------------------------------------------------------------
     uses only tensors in host memory             work of the host
     uses other tensors                           work of the current stream
-    needs a number or a size from the device     a wait of the host. These are `.item()`, `nonzero()`, a mask as an
-                                                 index, and the calls `.tolist()`, `.numpy()`, `.cpu()`
+    needs a number or a size from the device:    a wait of the host
+      `.item()`, `nonzero()`, `.tolist()`,
+      `.numpy()`, `.cpu()`, a mask as an index
     a blocking copy between host and device      a wait of the host
     a collective                                 work of the current stream, as with NCCL
 

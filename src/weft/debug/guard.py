@@ -1,4 +1,4 @@
-"""Detection of reads from freed gathered weights, and of writes to gathered weights.
+"""Detects reads from freed gathered weights, and writes to gathered weights.
 
     with weft.debug.guard_memory():
         train()
@@ -8,8 +8,9 @@
     reads `weight.detach()` that was kept from a forward    data of another unit              NaN
     writes to gathered weights through `weight.data`        lost with the next gather         `WeightsWritten`
 
-When gathered weights are freed, their memory is filled with NaN. Memory outside of a slab is not released, so memory
-for the weights of all units may be allocated at the same time. Memory in a slab is NaN until another buffer takes it.
+When gathered weights are freed, their memory is filled with NaN. With `allocator="trace"`, the weights of all
+units share one allocation (the slab) after the first step. Memory in the slab is NaN until another buffer takes it.
+Memory outside of the slab is not released, so memory for the weights of all units may be allocated at the same time.
 Before weights are freed, the guard compares them with a copy, to find writes.
 """
 

@@ -22,8 +22,8 @@ _WRITTEN_BY_COLLECTIVES = {
 }
 """The number of leading arguments that each collective writes to. Other collectives write to all arguments."""
 TOUCH_NOTHING = ("aten::empty", "aten::new_empty", "aten::set_", "aten::resize_")
-"""Operators that allocate memory without reading or writing it. The allocator may reuse memory of earlier work on the
-same stream, so the allocation counts as a write on that stream."""
+"""Operators that allocate memory without reading or writing it. The allocator may return memory that earlier work on
+the same stream used, so the allocation counts as a write on that stream."""
 _ASK_THE_DEVICE = {
     "aten::_local_scalar_dense",
     "aten::nonzero",

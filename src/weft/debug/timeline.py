@@ -109,8 +109,8 @@ class Timeline:
         return entry
 
     def end(self, entry: _Entry) -> None:
-        """Record the end of an operation. On the CPU, it is now. On CUDA, it is when the current stream has finished
-        its work so far."""
+        """Record the end of an operation. On the CPU, the operation ends now. On CUDA, it ends when the current stream
+        has finished the work issued so far."""
         entry.end = self._now()
 
     def noting(self, entry: _Entry, pending: Pending) -> Pending:

@@ -113,7 +113,8 @@ _SCALARS = frozenset((float, int, bool, type(None)))
 
 
 def _beside(operands: tuple) -> list[Any] | None:
-    """Return the operands' local parts if each is a scalar or has the first one's spec, as in single-tensor steps."""
+    """Return the operands' local parts. Return None unless each operand is a scalar or has the first operand's spec and
+    cuts, as is the case in single-tensor optimizer steps."""
     first = operands[0]
     if type(first) is not UnevenDTensor:
         return None
@@ -133,7 +134,7 @@ def _beside(operands: tuple) -> list[Any] | None:
 def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an element-wise operator on the local parts. Each operand must be a scalar, or have the result's cuts,
     or be a tensor that can be sliced by these cuts (DTensors are gathered). Otherwise, return `NotImplemented`."""
-    # Pytree functions are slow and not needed: these operators take no lists. Optimizers call them per parameter.
+    # Optimizers call these operators once per parameter, so avoid slow pytree functions: the operators take no lists.
     changed = kwargs.get("out", args[0]) if func._schema.is_mutable else None
     given = (*args, *kwargs.values())
     like = next(each for each in given if isinstance(each, UnevenDTensor)) if changed is None else changed
@@ -271,7 +272,7 @@ def _localized(value: Any) -> Any:
 
 
 def _kept(local: Any, name: str, keep: Sequence[bool]) -> Any:
-    """Return the values of the argument `name` that `keep` selects; all, if it has no value per tensor."""
+    """Return the values of the argument `name` that `keep` selects, or the argument if it has no value per tensor."""
     if isinstance(local, list):
         return list(compress(local, keep))
     if name == "scalars" and isinstance(local, torch.Tensor):

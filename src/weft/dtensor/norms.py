@@ -51,7 +51,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def part_norm(part: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a local part's norm (0-D) in `dtype`, or in `wide(part.dtype)` if `dtype` is None or `part.dtype`."""
+    """Return a local part's norm (0-D) in `dtype`. If `dtype` is None or equals `part.dtype`, the norm is in
+    `wide(part.dtype)`."""
     inner = _inner(part, dtype)
     if not part.numel():
         return torch.full((), math.inf if order < 0 else 0.0, dtype=inner.to_real(), device=part.device)
@@ -106,7 +107,8 @@ def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh
 
 
 def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
-    """Return the mesh with most axes if the others have only its first axes, or all have the same ranks; else None."""
+    """Return the mesh with the most axes, or None if the meshes do not fit together. They fit if the axes of each other
+    mesh are the first axes of this mesh, or if all meshes have the same ranks."""
     longest = max(meshes, key=lambda mesh: mesh.ndim)
     groups = [group_of(longest, axis) for axis in range(longest.ndim)]
     if all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes):

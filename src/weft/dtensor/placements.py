@@ -7,9 +7,9 @@
 
 Tensors distributed with a parameter's placements, by `distribute_tensor` or `redistribute`, are even DTensors with the
 same values. A parameter's `copy_` and other operators accept them, however the parameter is cut. Tensors made from the
-parameter's local part by `from_local` have the parameter's cuts. `from_local` has no hook for a placement: it would
-multiply the local shape by the number of ranks, with a different result on each rank. Therefore weft wraps `from_local`
-and `redistribute`. With torch's own placements, both behave as in torch.
+parameter's local part by `from_local` have the parameter's cuts. A placement cannot change what `from_local` does.
+torch's `from_local` would multiply the local shape by the number of ranks, with a different result on each rank.
+Therefore weft wraps `from_local` and `redistribute`. With torch's own placements, both behave as in torch.
 """
 
 import functools
@@ -28,7 +28,7 @@ from weft.layout.cuts import Cuts
 
 
 class _Uneven:
-    """A placement with uneven `cuts`, on one of the mesh axes over which they cut. torch treats it like `even`, its
+    """A placement with uneven `cuts`, for one of the mesh axes that the cuts span. torch treats it like `even`, torch's
     own placement with even cuts. `shape`: the shape of the whole tensor."""
 
     dim: int

@@ -338,7 +338,7 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
         )
     raise TypeError(
         f"{func} would change the shape, the strides or the memory of a sharded tensor of shape {tuple(ruled.shape)}, "
-        "which are those of its unit's flat buffer: use the operator without the underscore, or write with copy_()"
+        "which belong to its unit's flat buffer: use the operator without the underscore, or write with copy_()"
     )
 
 

@@ -34,10 +34,11 @@ from weft.dtensor.uneven import UnevenDTensor
 
 _EXACT = (torch.float32, torch.float64)  # with narrower dtypes, torch's steps over lists round differently
 SMALL = 4096
-"""In larger tensors, arithmetic takes longer than calls, and the intermediate results of a list take much memory."""
+"""A number of elements. In larger tensors, arithmetic takes longer than calls, and the intermediate results of a list
+take much memory."""
 PIECE = 1 << 16
-"""The elements of a piece, per thread. A step reads and writes its tensors several times. Between these accesses, the
-tensors of a piece stay in the cores' caches."""
+"""The number of elements of a piece, per thread. A step reads and writes its tensors several times. Between these
+accesses, the tensors of a piece stay in the cores' caches."""
 
 
 def over_parts(step: Callable[..., None]) -> Callable[..., None]:
@@ -115,9 +116,9 @@ def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[
 
 
 def _piece_counts(lists: Sequence[list[Any]], size: int, *, creates: bool) -> list[int]:
-    """Return the number of pieces of each parameter. `lists`: parameters, gradients and states. `size`: the elements of
-    a piece. `creates`: whether the step replaces None by a buffer. A parameter whose buffer is None is not divided,
-    because the step would create a buffer for each piece."""
+    """Return the number of pieces of each parameter. `lists`: parameters, gradients and states. `size`: the number
+    of elements of a piece. `creates`: whether the step replaces None by a buffer. A parameter whose buffer is None is
+    not divided, because the step would create a buffer for each piece."""
     counts, counters = [], set[int]()
     for place, parameter in enumerate(lists[0]):
         row = [values[place] for values in lists if values]

@@ -152,7 +152,8 @@ class UnevenDTensor(RuledDTensor):
 
     @property
     def owner(self) -> int | None:
-        """The index of the part that has all elements of the tensor. None if there is none, or only one part."""
+        """The index of the part that has all elements of the tensor. None if no part has all elements, or if the
+        tensor has only one part."""
         return self._cuts.owner if self.axes == self._cuts.axes else None
 
     @property
@@ -306,7 +307,7 @@ def _ask_the_rules_first(
 
 
 _BYPASSED = torch.__version__ < "2.13"
-"""Whether operators on tensors of a DTensor subclass, or called by autograd, bypass the subclass's dispatch."""
+"""Whether this torch bypasses the dispatch of a DTensor subclass, for calls by the user and for calls by autograd."""
 
 if _BYPASSED:
     RuledDTensor.__torch_function__ = classmethod(_ask_the_rules_first)  # type: ignore[assignment]
@@ -333,9 +334,9 @@ class _Read(torch.autograd.Function):
 
 
 def _partial(given: Any, own: tuple[Placement, ...]) -> list[Placement] | None:
-    """Return a gradient's placements, each partial or replicated, or None if no sum is needed. `given`: the placements
-    from the user. `own`: the tensor's. Raises ValueError unless they are equal except for `Partial()` in place of
-    `Replicate()`."""
+    """Return a gradient's placements, each partial or replicated, or None if no sum is needed. `given`: the user's
+    placements. `own`: the tensor's placements. Raises ValueError if `given` differs from `own` in anything other than
+    `Partial()` in place of `Replicate()`."""
     if given is None or tuple(given) == own:
         return None
     if len(given) != len(own) or any(a != b and not (a.is_partial() and b.is_replicate()) for a, b in zip(given, own)):

@@ -1,12 +1,13 @@
-"""Compares the Python state of modules with their state at the capture of a graph, because a replay runs no Python.
+"""Compares the Python state of modules with what it was when a graph was captured: a replay runs no Python.
 
 value                                       what is compared
 ------------------------------------------  --------------------------------------------------------------------
 numbers, strings, None, dtypes, ...         type and value; -0.0 is not 0.0, and NaN is NaN
 lists, dicts, sets, tuples, deques          their elements
-modules, other objects, classes             their attributes in `__dict__` and `__slots__`, and those of their classes
+modules, other objects, classes             their attributes in `__dict__` and `__slots__`; their classes' attributes
 functions, methods, properties, partials    their code, defaults, closures, owners and arguments
-members of an enum, weak references         their values, and the objects that they refer to
+members of an enum                          their values
+weak references                             the objects that they refer to
 tensors; objects of torch, weft, logging    their identity; for parameters and buffers, their addresses
 everything else, such as a NumPy array      nothing: the capture is refused
 
@@ -45,12 +46,12 @@ class Attributes:
             return False
         if now.tokens != self._walk.tokens:
             return False
-        self._walk = now  # equal values in other objects: compare with these objects later
+        self._walk = now  # the values are equal but the objects are new: compare with the new ones from now on
         return True
 
     def difference(self) -> str | None:
-        """Return the name of something that differs from the record (a replaced buffer counts). If the state cannot
-        be compared any more, return the reason. None: nothing differs."""
+        """Return the name of a value that differs from the record, such as a replaced buffer, or None if nothing
+        differs. If the state can no longer be compared, return the reason."""
         try:
             now = Walk(self._modules, self._function).tokens
         except CaptureRefused as error:

@@ -90,8 +90,8 @@ class Form:
         self, statics: Sequence[Static | None], backward: Recordings, weights: Recordings | None, kept: Sequence[bool]
     ) -> None:
         self.statics, self.backward, self.weights = statics, backward, weights
-        # Also copy a gradient that shares memory with another one, or that lies in memory that this recording did not
-        # allocate: in the memory of an output's gradient, or of the forward.
+        # Also copy a gradient that shares memory with another one, or whose memory this recording did not allocate:
+        # the memory then belongs to an output's gradient or to the forward.
         made, found = backward.tried.recording.memory(), backward.tried.result
         ranges = [(0, 0, False) if each is None else range_of(each) for each in found]
         self._copied = [
@@ -164,8 +164,9 @@ class Backward:
     def begin(self, samples: Samples, full: Sequence[Sample]) -> Ranges | None:
         """Record the form of `samples`, unless all are None. Return the memory that a backward of any form may read.
 
-        `full`: samples for all outputs. Their form reads all memory that other forms read, so this memory is returned,
-        or None if their form cannot be recorded. Raises CaptureRefused if it fails to record the form of `samples`.
+        `full`: samples for all outputs. A backward of their form reads all memory that any other form reads, so this
+        memory is returned, or None if their form cannot be recorded. Raises CaptureRefused if the form of `samples`
+        cannot be recorded.
         """
         first = None
         if any(samples):

@@ -4,11 +4,13 @@ call                                                  what happens
 ----------------------------------------------------  ------------------------------------------------------------
 evaluation, recomputation, a dispatch mode, ...       eager, counted with the reason
 new shapes, numbers, structure or dtypes              eager; the layouts of the outputs' gradients are noted
-known shapes etc., and a steady memory plan           eager, and also captured; replayed once all ranks have captured it
+known shapes etc., and a steady memory plan (*)       eager, and also captured; replayed once all ranks have captured it
 captured, same addresses, no forward in flight        a replay
 captured, its last forward still waits for backward   eager; if a schedule drives the model, another capture
 weights or buffers have other addresses               the capture is dropped, and replaced once the plan is steady
 attributes of its modules have changed                the capture is dropped and replaced, up to `MOST_CHANGES` times
+
+(*) The memory plan is the layout of the buffers for gathered weights. While it is steady, they keep their addresses.
 """
 
 import copy
@@ -28,9 +30,11 @@ from weft.graphs.places import Places
 from weft.graphs.statics import Sample
 
 MOST_SIGNATURES = 4
-"""The maximum number of signatures of one method that are captured, because each capture takes memory."""
+"""The maximum number of signatures (combinations of shapes, dtypes and numbers) of one method that are captured. Each
+capture takes memory."""
 MOST_CHANGES = 4
-"""If attributes that a method reads change more often than this, it is refused: they may change in each call."""
+"""If attributes that a method reads change more often than this, the method runs eagerly from then on, because they
+may change in each call."""
 _NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _ONE = tree_flatten(((torch.empty(0),), {}))[1]
 
@@ -95,7 +99,7 @@ class GraphedCall:
         self.refused: str | None = None
         """The reason why the call is never captured, or None."""
         self.failed = False
-        """Whether a capture has failed since the last agreement of the ranks."""
+        """Whether a capture has failed since the ranks last agreed on captures (`GraphTable.agree`)."""
         self._owner = weakref.ref(owner)
         self._module = weakref.ref(module)
         self._name = name
@@ -164,7 +168,7 @@ class GraphedCall:
         return result
 
     def _drop_outdated(self, addresses: tuple[Any, ...]) -> None:
-        """Drop all captures with old addresses of weights, under every key."""
+        """Drop all captures, under every key, that were made with other addresses of parameters or buffers."""
         for each in self._signatures.values():
             each.captured = [it for it in each.captured if it.addresses[0] == addresses[0]]
 
@@ -264,8 +268,8 @@ class GraphedCall:
         if device is None:
             return "no input is a tensor"
         if torch.is_autocast_enabled(device.type):
-            # Autocast casts a weight once for all its uses, and not at all in a later backward: a capture cannot know
-            # whether a cast is part of it.
+            # Autocast casts a weight only at its first use, and never in a later backward. A capture cannot know
+            # whether it must contain the cast.
             return "autocast is active around it"
         module = self._module()
         return (*described, spec, module is not None and module.training, delaying() is not None)

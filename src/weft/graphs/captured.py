@@ -62,8 +62,8 @@ class Captured:
 
     - `leaves`, `spec`: the arguments of the function, as pytree's `tree_flatten` returns them.
     - `places`: the parameters and buffers that the function may read.
-    - `gradients`: for outputs that had a gradient in an eager call, the layout of the gradient (a `Sample`). The key is
-      the output's index among the tensors that the function returns.
+    - `gradients`: the layout (a `Sample`) of each gradient that an output had in an eager call. The key is the output's
+      index among the tensors that the function returns.
     - `count`: called with the reason each time the backward, or a part of it, runs eagerly.
     - `queue`: the function mode that delays weight gradients. None: they are not delayed.
 
@@ -163,7 +163,7 @@ class Captured:
         ends = [each for each in outputs if each.requires_grad]
         trained = self._places.trained()
         self._needs = [number for number, each in enumerate(entered) if each.requires_grad]
-        # If the function gets a parameter from elsewhere than its modules, it uses the parameter, not the stand-in.
+        # If the function reaches a parameter other than through its modules, it uses the parameter, not the stand-in.
         leaves_of = [*(entered[number] for number in self._needs), *alike, *stand_ins.values(), *trained]
         # Pass edges, not tensors. With tensors, `torch.autograd.grad` exits function modes, but a checkpoint in the
         # function must recompute under the modes of its forward.

@@ -1,12 +1,12 @@
 """CUDA graphs. The forward and the backward of a capture share a memory pool. Different captures have different pools,
 because they may replay in any order.
 
-warm up    once, on the stream of captures: libraries allocate workspaces, and unsupported operators are found
+warm up    once, on the capture stream: libraries allocate workspaces, and unsupported operators are found
 capture    on that stream, while no other work is queued and no garbage is collected
 replay     once on that stream, because a capture computes nothing; later on the caller's stream, after its queued work
 
-Autograd runs a backward on another thread of this process, on the stream of its forward, which is the stream of
-captures. weft makes CUDA check for forbidden calls only on the thread that began the capture, because other threads
+Autograd runs a backward on another thread of this process, on the stream of its forward, which is the capture
+stream. weft makes CUDA check for forbidden calls only on the thread that began the capture, because other threads
 issue collectives at the same time.
 """
 
@@ -78,8 +78,8 @@ class CudaBackend:
 def _captured(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> Iterator[None]:
     """Record work inside this context into `graph`, whose memory comes from `pool`.
 
-    Unlike `torch.cuda.graph`, this does not collect garbage or empty the memory cache, because it would do so for each
-    of many captures.
+    Unlike `torch.cuda.graph`, this does not collect garbage or empty the memory cache: it runs once for each of many
+    captures, and would do so each time.
     """
     collects = gc.isenabled()
     gc.disable()  # collecting an older graph during the capture would break the capture

@@ -19,11 +19,11 @@ class Graphs(Settings):
       (dense MLPs, and the shared expert), "moe_router", "moe_preprocess" (needs "moe_router"), "experts" (captured only
       if the model's `pad_to_capacity` is true), and "finish" (the sum of the experts' outputs, and the residual sum).
     - `modules`: further modules to capture: their names in the root's `named_modules()`, or a predicate of name and
-      module. A chosen module must not contain another unit or another chosen module.
-    - `warmup`: the number of passes that run eagerly after each new memory plan, before parts are captured. A forward
-      and its backward count as one pass.
-    - `backend`: "cuda" (None means the same) or "tape". "tape" replays the operators one by one on the CPU. This tests
-      captures without a GPU, but saves no time.
+      module. A chosen module must not contain another chosen module or a separately sharded one (a unit).
+    - `warmup`: the number of passes that run eagerly before parts are captured. The count starts again with each new
+      memory plan (the layout of the buffers for gathered weights). A forward and its backward count as one pass.
+    - `backend`: "cuda" (None means the same) or "tape". "tape" replays the operators one by one on the CPU. Use it
+      to test captures without a GPU. It saves no time.
     """
 
     def table(self, root: nn.Module, engine: Engine, device: torch.device) -> GraphTable:

@@ -83,8 +83,8 @@ class Places:
 
     def addresses(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return what a graph depends on: two tuples with an entry per parameter and buffer. The first has
-        the address, shape, strides and dtype of each. The second has whether it requires a gradient, and whether hooks
-        run on its gradient.
+        the address, shape, strides and dtype of each. The second says whether it requires a gradient, and whether
+        hooks run on its gradient.
 
         Raises WeightsGone if gathered weights of the modules were freed.
         """

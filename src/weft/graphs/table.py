@@ -80,7 +80,7 @@ class GraphTable:
         if torch._C._current_graph_task_id() != -1:
             return "a recomputation"
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        # Hooks of weft with `knows_graphs` change only tensors of which a capture has copies.
+        # Weft's hooks with `knows_graphs` change only tensors that a capture has copied.
         if hooks is not None and not getattr(getattr(hooks[0], "__self__", None), "knows_graphs", False):
             return "it runs inside a checkpoint or other hooks on saved tensors"
         if _get_current_dispatch_mode() is not None:
@@ -94,8 +94,8 @@ class GraphTable:
         return "weft.debug.guard_memory is active" if guard.guards else None
 
     def may_capture(self) -> bool:
-        """Return whether the memory plan has been steady for `warmup` passes. Gathered weights are then expected to
-        keep their addresses."""
+        """Return whether the memory plan (the layout of the buffers for gathered weights) has been steady for `warmup`
+        passes. Gathered weights are then expected to keep their addresses."""
         return self._engine.steady_passes >= self.settings.warmup
 
     @property

@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 class Tape:
     """The recorded calls of operators, in order. `made`: the first tensor in each storage that the calls allocated, by
-    the storage's address. `read`: the tensors that the calls use in other storages, by their addresses."""
+    the storage's address. `read`: the tensors in other storages that the calls use, by address."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -111,7 +111,7 @@ class _Recorder(Watch):
             if storage_of(tensor) not in self.made and tensor.numel():
                 self._tape.read.setdefault(tensor.data_ptr(), self._alias(tensor))
         if torch.Tag.inplace_view in function.tags:
-            return  # it computes nothing, and a tensor with a new shape gets a new alias
+            return  # the operator computes nothing, and a tensor with a new shape gets a new alias
         keep: Any = tree_map(self._kept, (args, kwargs))
         if (new or function._schema.is_mutable) and function.overloadpacket.__name__ not in _EMPTY:
             results = tuple((place, self._alias(tensor)) for place, tensor in new)

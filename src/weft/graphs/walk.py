@@ -51,7 +51,7 @@ UNSET = object()
 
 class Walk:
     """The Python state that can be reached from `modules` and `function`. `tokens`: names and values, to be compared
-    with those of another walk. `kept`: the objects that can change, each with a copy of its contents."""
+    with another walk's. `kept`: the objects that can change, each with a copy of its contents."""
 
     def __init__(self, modules: Sequence[nn.Module], function: Any) -> None:
         # What `same` compares before each replay, without Python code for each value: all elements of containers; the

@@ -65,9 +65,9 @@ class Watch(TorchDispatchMode):
         reshapes = torch.Tag.inplace_view in function.tags
         for tensor in _written(function, args, kwargs):
             if reshapes and storage_of(tensor) not in self.made:
-                raise CaptureRefused(f"{function} changes the shape of a tensor that is not its own")
+                raise CaptureRefused(f"{function} changes the shape of a tensor that the call did not create")
             if storage_of(tensor) not in self.made and tensor.numel() and not self._known_as(tensor):
-                raise CaptureRefused(f"{function} writes to memory that is neither its own nor a buffer's")
+                raise CaptureRefused(f"{function} writes to memory that neither a buffer nor the call owns")
         before = {storage_of(each) for each in given}
         returned = function(*args, **kwargs)
         results = [*enumerate(returned)] if isinstance(returned, (tuple, list)) else [(-1, returned)]
@@ -95,7 +95,7 @@ class Watch(TorchDispatchMode):
         return [(start, start + nbytes, False) for start, nbytes in self.made.items()]
 
     def _known_as(self, tensor: Tensor) -> bool | None:
-        """Return whether the memory range that `tensor` begins in may be written to, or None if no range is known."""
+        """Return whether operators may write to the known range in which `tensor` begins, or None if it is in none."""
         address = tensor.data_ptr()
         return next((writable for start, stop, writable in self._known if start <= address < stop), None)
 
@@ -108,7 +108,7 @@ def storage_of(tensor: Tensor) -> int:
 def _check(function: Any, args: tuple, kwargs: dict, given: list[Tensor]) -> None:
     tags, name = function.tags, function.overloadpacket.__name__
     reads = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-    if name in ("index", "index_put", "index_put_"):  # to count a mask's elements, the host reads it
+    if name in ("index", "index_put", "index_put_"):  # the host reads a mask to count its true elements
         reads = any(each.dtype in (torch.bool, torch.uint8) for each in args[1] if each is not None)
     if reads:
         raise CaptureRefused(f"the host reads a tensor ({function})")

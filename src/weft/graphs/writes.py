@@ -1,12 +1,13 @@
 """Weight gradients that a captured backward writes into the buffers that are reduced.
 
-convention         while a backward is tried    while it is captured           before and after each replay
+interface          while a backward is tried    while it is captured           before and after each replay
 -----------------  ---------------------------  -----------------------------  -------------------------------------
 weight_gradient    gets scratch; calls noted    gets the engine's buffer       the engine is called again, in order
 main_grad          is scratch; flags noted      is the engine's buffer         `grad_added_to_main_grad` is set again
 
-A backward is tried first, to learn which gradients it writes. A graph fixes the addresses of the engine's buffers, and
-whether it writes or adds. Therefore the first microbatch and later microbatches have separate recordings.
+A backward is tried first, to learn which gradients it writes. A graph fixes the addresses of the engine's buffers. It
+also fixes whether the backward overwrites a buffer or adds to it. Therefore the first microbatch and later microbatches
+have separate recordings.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,8 @@ from weft.graphs.places import Ranges, local, range_of
 
 _OTHERS = "a backward in it needs other weight gradients than before: leave its module out of weft.Graphs"
 MOST = 8
-"""The maximum number of recordings of one function. With further sets of buffers, the function runs eagerly."""
+"""The maximum number of recordings of one function, each for one set of buffers. With any other set, the function runs
+eagerly."""
 Target = tuple[Tensor, bool]
 """A buffer, and whether to add to it."""
 
@@ -185,15 +187,15 @@ class Targets:
 
     def answer(self, parameter: nn.Parameter) -> Target:
         """Return the buffer for the next call of `weight_gradient` in the backward, and whether to add to it. Raises
-        CaptureRefused if the call is for another `parameter` than when the backward was tried."""
+        CaptureRefused if the trial of the backward made this call for a different `parameter`, or did not make it."""
         if self._next == len(self._asked) or self._asked[self._next] is not parameter:
             raise CaptureRefused(_OTHERS)
         self._next += 1
         return self._answers[self._next - 1]
 
     def end(self) -> None:
-        """End a run of the backward. Raises CaptureRefused if it called `weight_gradient` fewer times than when it was
-        tried."""
+        """End a run of the backward. Raises CaptureRefused if this run called `weight_gradient` fewer times than the
+        trial did."""
         if self._next != len(self._asked):
             raise CaptureRefused(_OTHERS)
 

@@ -66,6 +66,6 @@ def activated(act: str, gate: Tensor | None, up: Tensor, clamp: Clamp) -> Tensor
 
 def clamped_swiglu(gate: Tensor, up: Tensor, clamp: Clamp = CLAMP) -> Tensor:
     """Return `g * sigmoid(alpha g) * (u + 1)`, where `g` is `gate` clamped to at most `limit`, and `u` is `up` clamped
-    between -`limit` and `limit`. `clamp`: has `limit` and `alpha`."""
+    between -`limit` and `limit`. `clamp`: the constants `limit` and `alpha`."""
     gate = gate.clamp(max=clamp.limit)
     return (up.clamp(-clamp.limit, clamp.limit) + 1) * (gate * (gate * clamp.alpha).sigmoid())

@@ -48,8 +48,8 @@ class Permutation:
         """The arguments `indices` and `offsets` of `torch.embedding_bag`, with one bag per token.
 
         `indices` [rows]: the indices of the rows, sorted by token, then by slot. `offsets`: the start of each bag,
-        then the number of rows. If `kept` is given, there may be more rows than kept assignments. The surplus entries
-        of `indices` are 0, and form one more bag after the tokens' bags.
+        then the number of rows. If `kept` is given, there may be more rows than kept assignments. The entries of
+        `indices` for these unused rows are 0, and form one more bag after the tokens' bags.
         """
         tokens, k = self.rows.shape
         if self.kept is None:
@@ -203,7 +203,7 @@ def sum_bags(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tenso
     """Compute the sum of `sum_slots` in one pass over the rows that exist. The result may differ from `sum_slots` in
     the last bits, because products are not rounded before they are added.
 
-    Assignments without a row add nothing, whatever their weight.
+    Assignments without a row add nothing, even if their weight is not 0.
     """
     if not len(rows):
         return rows.new_zeros(len(places.rows), rows.shape[1], dtype=_wide(rows))

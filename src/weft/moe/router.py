@@ -86,7 +86,7 @@ class Router(nn.Module):
     """Gathers a tensor from all ranks that hold positions of the same sequences, [ranks, ...]. Differentiable."""
     expert_bias: Tensor | None
     added_loss: Tensor
-    """The sum of the losses of training forwards since `weft.moe.router_losses` last reset it, fp32."""
+    """The sum of the losses of training forwards since `weft.moe.router_losses` last reset this buffer, fp32."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> 
     """Return each expert layer's router loss, summed over forwards since the last reset: fp32 scalars by layer name.
 
     A router loss is the balance loss plus the z-loss, already multiplied by their coefficients. To get the mean, divide
-    by the number of forwards and, if `group` is given, by its number of ranks. The arguments and the counted forwards
+    by the number of forwards and, if `group` is given, by the size of `group`. The arguments and the counted forwards
     are the same as in `load_statistics`. Losses are not summed over tensor-parallel ranks outside `group`, because the
     loss of each rank already covers the positions of these ranks.
     """

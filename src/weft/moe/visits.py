@@ -11,8 +11,9 @@ The row also holds the numbers and weights of the token's experts on that rank.
 
 The bits of the weights and expert numbers are stored as elements of the row's dtype, so that a row is one piece of one
 tensor. In backward, rows contain the gradients of the weights in place of the weights. An expert's weight is applied
-once, on the expert's rank. The expert's rank sums the outputs of a row in the router's order of the experts, best
-first. The token's rank sums over ranks in rank order. Both sums are in fp32 or wider, and the same in every run.
+once, on the expert's rank. The expert's rank sums the outputs for a row in the order in which the router chose the
+experts, best first. The token's rank sums over ranks in rank order. Both sums are in fp32 or wider, and the same in
+every run.
 """
 
 import threading

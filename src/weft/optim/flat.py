@@ -38,7 +38,7 @@ def flat(
     """Return an optimizer of the class `optimizer` for a sharded model. It updates flat tensors, each of which holds
     this rank's parts of parameters that are adjacent in memory.
 
-    The results are the same as those of `optimizer` over `model.parameters()`, with far fewer tensors.
+    The results are the same as with `optimizer` over `model.parameters()`, but there are far fewer tensors.
 
     Args:
         optimizer: a class of `torch.optim` that updates each element separately (see `ELEMENT_WISE`).
@@ -227,8 +227,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         The state dict of an ordinary optimizer also works, if that optimizer was built from `model.named_parameters()`.
 
-        Raises ValueError if the state dict has other parameter names or groups than this optimizer, or no parameter
-        names. The state of frozen parameters may be missing.
+        Raises ValueError if the state dict has no parameter names, or if its names or groups differ from this
+        optimizer's. The state of frozen parameters may be missing.
         """
         state_dict = dict(state_dict)  # hooks may change it
         for before in [*self._optimizer_load_state_dict_pre_hooks.values()]:
@@ -293,7 +293,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return parts
 
     def _check_names(self, state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> None:
-        """Raise ValueError if `state` and `groups` have other parameters than this optimizer. Frozen ones may be
+        """Raise ValueError if `state` and `groups` have other parameters than this optimizer. Frozen parameters may be
         missing."""
         mine = {name: number for number, names in enumerate(self.names()) for name in names}
         members = (each for run in self._runs for each in run.members)

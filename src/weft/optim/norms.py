@@ -40,8 +40,8 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     The norm is fp32, or fp64 if any gradients are fp64. Every element of all pipeline stages counts once, even if it is
     replicated, belongs to an expert, or is in a tensor-parallel slice. Unsharded parameters also count, and must have
     the same gradients on all ranks. Frozen parameters whose `.grad` is set count too. The norm takes about one kernel
-    per flat buffer of gradients, one small all-reduce per mesh axis, one more with tensor parallelism, and one small
-    all-gather over pipeline stages.
+    per flat buffer of gradients, and one small all-reduce per mesh axis. Tensor parallelism adds one small all-reduce,
+    and pipeline stages add one small all-gather.
 
     `norm_type`: the order of the norm, such as 2.0 or `math.inf`. Raises TypeError if `model` is not a module, and
     ValueError if nothing in it is sharded or `norm_type` is not positive.
@@ -113,7 +113,7 @@ def parameter_norms(model: nn.Module) -> dict[str, ParameterNorms]:
 
 
 class ModelRanks:
-    """The ranks over which a model's norms are summed, and how many of them hold the same elements."""
+    """The ranks over which a model's norms are summed, and the number of ranks that hold each element."""
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         dense = [group for group in groups if not _has_experts(group)] or groups
@@ -145,7 +145,7 @@ class ModelRanks:
         return self._slices or slices
 
     def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """All-reduce the small tensor `values` in place over the axes `axes` of the model's mesh, and return it."""
+        """All-reduce the small tensor `values` in place over `self.axes` of the model's mesh, and return it."""
         for axis in self.axes:
             reduce_now(values, op, group_of(self.mesh, axis), "a norm of the model")
         return values

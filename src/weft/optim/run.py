@@ -193,8 +193,8 @@ class FlatRun:
 def runs_of(
     group: ParameterGroup, names: Mapping[int, str], decays: Callable[[str, nn.Parameter], bool]
 ) -> Iterator[tuple[bool, FlatRun]]:
-    """Yield `(decay, run)` for each run of `group`. A run is adjacent parameters with the same `decay` and tensor
-    parallelism. `decay`: whether these parameters get weight decay.
+    """Yield `(decay, run)` for each run of `group`. The parameters of a run have the same `decay` and
+    tensor parallelism. `decay`: whether these parameters get weight decay.
 
     `names`: id of a parameter -> its name in the model. `decays`: takes a name and a parameter, and returns `decay`.
     """

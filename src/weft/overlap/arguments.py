@@ -111,7 +111,7 @@ def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
 
 def require_taken(model: Any, layers: Sequence[StagedLayer], cut: Cut, microbatches: Sequence[Microbatch]) -> None:
     """Raise ValueError if a microbatch has an entry that no method of the model or its layers takes as an argument on
-    any rank of the pipeline. `layers`: those of this rank."""
+    any rank of the pipeline. `layers`: this rank's layers."""
     names = names_beside(microbatches)
     known = _taken.setdefault(model, set())
     if names <= known:

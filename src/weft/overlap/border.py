@@ -1,8 +1,8 @@
 """Borders between pipeline stages, which pass values to the next stage and gradients back.
 
-both stages are     the next stage gets         gradients
+the stages are      the next stage gets         the gradients
 ------------------  --------------------------  -----------------------------------------------
-on this rank        the same `Value` objects    are in these objects after the next stage's backward
+both on this rank   the same `Value` objects    are in these objects after the next stage's backward
 on two ranks        values with copied data     are sent back and stored in the values of this rank
 """
 

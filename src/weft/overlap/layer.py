@@ -75,7 +75,7 @@ class StagedLayer(Protocol):
 
     def finish(self, rows: Tensor, kept: dict[str, Tensor], handle: Any) -> Tensor:
         """Return the layer's output, [batch, seq, hidden]. `rows`: the results of `experts`, in the order of
-        `Crossing.rows`. `kept`, `handle`: those of the `Crossing`."""
+        `Crossing.rows`. `kept`, `handle`: the fields of the `Crossing`."""
         ...
 
     def expert_modules(self) -> Sequence[nn.Module]:
@@ -150,8 +150,8 @@ class StagedPredictor(Protocol):
         ...
 
     def following(self, number: int, tokens: Tensor) -> Tensor:
-        """Return the embeddings that `enter` of depth `number` (from 0) gets: usually those of `tokens` shifted left by
-        `number` + 1."""
+        """Return the embeddings that `enter` of depth `number` (from 0) gets: usually the embeddings of `tokens`
+        shifted left by `number` + 1."""
         ...
 
     def total_loss(self, hidden: Sequence[Tensor], labels: Tensor, losses: Sequence[Tensor]) -> Tensor:

@@ -4,7 +4,8 @@
                   +-> kept, for finish
                   +-> loss, for the model
 
-`~~>` is a transfer on the exchange lane. In a layer without dispatcher `arrived` is `rows` and `returned` is `leaving`.
+`~~>` is a transfer on the exchange lane (a queue of communication beside the computation). In a layer without
+dispatcher, `arrived` is `rows` and `returned` is `leaving`.
 
 With `halves`, each half of the tokens has its own exchange, and the experts compute the first half while the second is
 in flight:

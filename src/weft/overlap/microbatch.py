@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 Given = tuple[Tensor, Tensor] | Mapping[str, object]
-"""A microbatch as a caller gives it."""
+"""A microbatch as a caller passes it."""
 OWN = ("cache", "hidden", "losses", "number")
 """Names of parameters that entries of a microbatch cannot set."""
 
@@ -114,8 +114,8 @@ def taken_by(functions: Iterable[Callable[..., Any]], names: set[str]) -> set[st
 
 
 def taken(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names of the arguments of `function` that further entries can set: those with a default and those
-    that are keyword-only, except `OWN`. If `function` has `**kwargs`, return None, which stands for all names."""
+    """Return the names of the arguments of `function` that further entries can set: arguments that have a default
+    or are keyword-only, except `OWN`. If `function` has `**kwargs`, return None, which stands for all names."""
     return _taken(getattr(function, "__func__", function))
 
 

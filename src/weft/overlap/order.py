@@ -1,8 +1,8 @@
 """The order of a combined forward and backward, as tables.
 
 F is the forward of layer k of a chunk (the layers of one pipeline stage) in one microbatch. B is the backward of layer
-n-1-k of a chunk of n layers in another microbatch. Entries in the right column are issued first and run on the exchange
-lane under the computation to their left.
+n-1-k of a chunk of n layers in another microbatch. Entries in the right column are issued first. They run on the
+exchange lane (a queue of communication) under the computation to their left.
 
     compute lane                     exchange lane
     -------------------------------  -------------
@@ -22,13 +22,13 @@ lane under the computation to their left.
 
 B.combine is the backward of combine: it sends gradients to the experts. A is the layer whose backward ran just before
 B. The delayed weight gradients of A run under B.combine for two reasons. First, the last backward has no
-partner, and therefore no other work to run under B.combine. Second, F.attend has sent the sizes of F.dispatch. In a
-pair, the ranks therefore exchange these sizes while the weight gradients are computed. On a device with streams, the
+partner, and therefore no other work to run under B.combine. Second, in a pair, F.attend has just sent the sizes of
+F.dispatch, so the ranks exchange these sizes while the weight gradients are computed. On a device with streams, the
 host queues B.experts before it waits for the sizes, so that the device has work during the wait. The exchange lane
 waits for F.attend only, so B.experts and F.dispatch run at the same time.
 
-The layers of prediction depths follow those of the last chunk. A depth has a step "enter" before its first layer and a
-step "leave" after its last. A chunk has one step before its layers and one step after them:
+The layers of prediction depths follow the layers of the last chunk. A depth has a step "enter" before its first layer
+and a step "leave" after its last. A chunk has one step before its layers and one step after them:
 
     chunk       before its layers          after its layers
     ----------  -------------------------  ---------------------------------------------------------------

@@ -68,7 +68,7 @@ class ScheduledRun:
         self._delayed: set[tuple[int, int]] = set()
         """The (microbatch, chunk) pairs whose layers compute weight gradients in separate steps."""
         self._apart: set[tuple[int, int]] = set()
-        """The (microbatch, chunk) pairs whose weight gradients (also the head's) are separate entries of the table."""
+        """The (microbatch, chunk) pairs whose weight gradients, including the head's, have their own table entries."""
         self._halves: set[tuple[int, int]] = set()
         """The (microbatch, chunk) pairs that exchange the rows of each half of the tokens separately."""
         self._losses: dict[int, Tensor] = {}

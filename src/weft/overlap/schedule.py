@@ -38,7 +38,7 @@ def forward_backward(
 ) -> list[Tensor]:
     """Run forward and backward of all microbatches. Return the unscaled loss of each, a detached scalar.
 
-    The gradients are those of `(loss_scale * model(tokens, labels)).backward()` for each microbatch. They are
+    Each microbatch adds the gradients that `(loss_scale * model(tokens, labels)).backward()` would compute. They are
     accumulated, and reduced if the model is sharded. Two microbatches run as a pair, such as the forward of one and the
     backward of the previous one. While one exchanges tokens, the other computes (`weft.overlap.order` documents the
     order).
@@ -53,7 +53,7 @@ def forward_backward(
             Shapes may differ between microbatches. All ranks must pass the same number of microbatches.
         schedule: the order of microbatches on each pipeline rank: a name (see `weft.pipeline.schedules`), the path of a
             file with a table, or a `weft.pipeline.Table`. Default: "combined" with `overlap`, otherwise "1f1b".
-        overlap: False runs the two microbatches of a pair one after the other, as a reference.
+        overlap: if False, run the two microbatches of a pair one after the other, as a reference.
         delay_wgrad: compute the weight gradients of linear and expert layers separately, during an exchange.
         early_release: in a pair of a forward and a backward, free the activations of the backward's layer before the
             forward runs its experts. This takes less memory and hides less communication.

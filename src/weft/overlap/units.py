@@ -1,7 +1,7 @@
 """Sharded units (modules whose weights are gathered together) in a schedule: when a unit's weights are gathered and
 released, and when its gradients are reduced.
 
-    before a layer's first step of a direction        acquire
+    before a layer's first forward or backward step   acquire
     after its last forward or data-gradient step      release
     after its last weight gradient of a microbatch    reduce
 
@@ -30,7 +30,7 @@ from weft.overlap.order import BACKWARD, Step
 
 @dataclass(frozen=True)
 class LayerUnits:
-    """The sharded units of one layer. `whole`: those held throughout the layer. `experts`: those held only during the
+    """The sharded units of one layer. `whole`: units held throughout the layer. `experts`: units held only during the
     stage `experts`. `policy`: the casts of the layer's inputs and outputs."""
 
     whole: tuple[Unit, ...]
@@ -40,7 +40,7 @@ class LayerUnits:
 
 @dataclass(frozen=True)
 class DepthUnits:
-    """A prediction depth. `whole`: its sharded units, without those of its layers. `layers`: the numbers of these
+    """A prediction depth. `whole`: its sharded units, without its layers' units. `layers`: the numbers of its
     layers. `policy`: the casts of the depth's inputs and outputs."""
 
     whole: tuple[Unit, ...]
@@ -49,8 +49,8 @@ class DepthUnits:
 
 
 class Around(NamedTuple):
-    """A step with three lists of units. `acquire`: those that are acquired before it. `release`: those that are
-    released after it. `reduce`: those whose gradients are reduced after it. A `Hold` stands for a range of steps that
+    """A step with three lists of units. `acquire`: the units to acquire before the step. `release`: the units to
+    release after it. `reduce`: the units whose gradients to reduce after it. A `Hold` stands for a range of steps that
     use a unit: the first of them acquires it, and the last releases it."""
 
     step: Step

@@ -30,7 +30,7 @@ STYLES = {
 
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "P": "pair"}
 MOST_LINES = 60
-"""A drawing with more lines than this has no labels."""
+"""If a drawing with labels would have more lines than this, the labels are left out."""
 MOST_DRAWN = 240
 """A drawing ends after this many lines."""
 

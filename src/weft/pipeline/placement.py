@@ -35,7 +35,7 @@ class Cut:
     group: Any = None
     shares_ends: bool = False
     channel: int = field(init=False, default=0)
-    """The number that separates this model's messages from those of other models on the same group."""
+    """The number that separates this model's messages from other models' messages on the same group."""
 
     def __post_init__(self) -> None:
         if self.placement not in (LOOP, V):
@@ -104,7 +104,7 @@ class Cut:
 
     @property
     def has_copies(self) -> bool:
-        """Whether this rank has the last stage's copy of a parameter that the first stage, on another rank, shares."""
+        """Whether this rank has the last stage's copy of a parameter that the first stage has on another rank."""
         return self.shares_ends and self.is_last
 
     @property

@@ -3,7 +3,7 @@
 F0.1 F1.1        a chunk runs each microbatch once, in order: gradients are then summed as in one process, and
                  messages between stages arrive in the order in which they are expected
 F2.0 ... B2.0    a backward comes after its forward
-I2.0 ... W2.0    a backward may have two parts, the gradients of inputs before those of weights
+I2.0 ... W2.0    a backward may have two parts: input gradients first, then weight gradients
 F3.0+B2.0        a pair is a forward and a backward, two forwards, or two backwards
 """
 

@@ -176,7 +176,7 @@ def _groups(ranks: int, microbatches: int) -> list[int]:
 
 
 def _alternating(warmup: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[Action | None, ...]]:
-    """Return (F, B) tuples: first `warmup` forwards without a B, at the end as many backwards without an F.
+    """Return (F, B) tuples: first `warmup` forwards without a B, and at the end as many backwards without an F.
 
     A group of microbatches goes through all chunks before the next group starts.
     """

@@ -81,7 +81,7 @@ class Simulation:
 
     @property
     def idle_share(self) -> float:
-        """The share of idle time in the time of all ranks, from 0 to 1."""
+        """The idle time of all ranks, divided by their total time: from 0 to 1."""
         return sum(self.idle) / (len(self.spans) * self.time) if self.time else 0.0
 
     @property
@@ -177,7 +177,7 @@ class _Run:
         return f"entry {position} ({format_entry(self.table.ranks[rank][position])})"
 
     def _blocked(self, rank: int) -> tuple[str, int]:
-        """Return a description of the action for which `rank` waits, and the rank of this action."""
+        """Return a description of the action for which `rank` waits, and the rank that runs this action."""
         entry = self.table.ranks[rank][len(self._spans[rank])]
         kind, microbatch, stage = next(need for need in self._needs(rank, entry) if need not in self._ends)
         owner, chunk = self.table.place(stage)

@@ -73,7 +73,7 @@ class Channel:
     def send(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
         """Start to send `tensors`. They must not change before `finish` returns.
 
-        Raises RuntimeError if their shapes or dtypes differ from those of earlier messages with this `key`.
+        Raises RuntimeError if their shapes or dtypes differ from earlier messages with this `key`.
         """
         tensors = [tensor.detach().contiguous() for tensor in tensors]
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)

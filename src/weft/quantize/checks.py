@@ -55,7 +55,7 @@ def _suits(recipe: Quantization, module: nn.Module | None, attribute: str) -> bo
 
 
 def _refuse_divided_blocks(recipe: Quantization, shape: tuple[int, ...], parallel: TensorParallel, name: str) -> None:
-    """Raise ValueError if a border between tensor-parallel slices divides a block. `shape`: the shape of each slice."""
+    """Raise ValueError if a border of a tensor-parallel slice is inside a block. `shape`: the shape of each slice."""
     for placement in parallel.beyond:
         if not isinstance(placement, Shard) or recipe.kind == "tensorwise":
             continue

@@ -8,7 +8,8 @@ e2m1    s ee m ....     bits 24..22, sign in 31      2 ** 126
 
 On CPU, torch converts float8 one element at a time, which takes ten times as long as these integer operations. They run
 in chunks that fit the cache, so that temporary memory does not grow with the weight. Other devices use torch's
-conversion. The CPU uses it too if a payload has a NaN: the integer operations would not return a NaN for its bits.
+conversion. The CPU also uses torch's conversion if a payload has a NaN, because the integer operations would turn the
+NaN into a number.
 """
 
 from typing import Any

@@ -47,8 +47,8 @@ class _Piece(NamedTuple):
 
 
 class Narrow:
-    """The format with quantization: weights are gathered as payload and scales. These are kept beside the main weights,
-    and made from them once per step."""
+    """The format of quantized weights: payload and scales are gathered. Both are kept beside the main weights, and are
+    made from the main weights once per step."""
 
     refreshes = True
     staging: Transient | None = None
@@ -137,8 +137,8 @@ class Narrow:
         return found
 
     def losses(self, main: torch.Tensor) -> torch.Tensor:
-        """Return int64 `[3]` for `main`, this rank's shard: how many elements saturate, how many underflow, and how
-        many elements there are."""
+        """Return three counts for `main`, this rank's shard, as int64 `[3]`: the elements that saturate, those that
+        underflow, and all elements."""
         found = torch.zeros(3, dtype=torch.int64, device=self._plan.device)
         for piece, _, values in self._pieces_of(main):
             recipe, largest = self._recipe_of(piece.number, 0), self._largest(piece)

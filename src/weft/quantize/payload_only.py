@@ -1,4 +1,5 @@
-"""Main weights of quantized parameters that are frozen when they are sharded: only the payload is kept between uses.
+"""Quantized parameters that are frozen when they are sharded: between uses, only the payload is kept, without the main
+weights (the sharded weights that the payload is made from).
 
     event                                      main weights
     -----------------------------------------  ------------------------------------------------------------------------
@@ -8,11 +9,11 @@
     a pass begins, nothing was written         are freed again; the payload is unchanged
     the first pass begins, some rank has       the payload is made from them on all ranks, and they are freed
       written, as loading does
-    a later pass begins, some rank has         are restored and kept, on all ranks: small writes, such as those of a
-      written or unfrozen one                  moving average, would be lost in the payload
+    a later pass begins, some rank has         are restored and kept, on all ranks: small writes, such as a moving
+      written or unfrozen a weight             average's, would be lost in the payload
 
 A payload that is not written to never changes. Quantizing its values gives the same payload again, with few exceptions
-for `nvfp4`. Therefore state dicts hold values, and are independent of the format.
+for `nvfp4`. Therefore state dicts hold dequantized values, and are independent of the format.
 """
 
 import sys
@@ -33,7 +34,8 @@ from weft.weak import alive
 class PayloadOnly(FlatBuffer):
     """Main weights that can be freed: when `local` is read, they are restored from the payload."""
 
-    WRITTEN, NEEDED = 1, 2  # messages of a rank to the others: weights were written to; they must be kept from now on
+    # A rank's messages to the others. WRITTEN: weights were written to. NEEDED: weights must be kept from now on.
+    WRITTEN, NEEDED = 1, 2
 
     def __init__(
         self, main: FlatBuffer, model: FlatBuffer, payload: Narrow, parameters: Sequence[UnevenDTensor]
@@ -104,7 +106,7 @@ class PayloadOnly(FlatBuffer):
             arrive(parameter)
 
     def _move(self) -> None:
-        """Replace the storage by a new one, without its values: a storage from NumPy cannot be resized."""
+        """Replace the storage by a new one, without copying the values. A storage from NumPy cannot be resized."""
         fresh = torch.UntypedStorage(self.storage.nbytes(), device=self._local.device)
         with self._unwritten():
             for each in (self._local, *self._parts):

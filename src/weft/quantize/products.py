@@ -27,8 +27,8 @@ MULTIPLE = 16
 def beside(recipe: Quantization, dim: int, *, by_row: bool = False) -> Quantization | None:
     """Return the recipe of the other operand in a product with a weight that is quantized with `recipe`.
 
-    `dim`: the dimension of the weight over which the product sums. If a rowwise, mx or nvfp4 weight has blocks of one
-    element along `dim`, the other operand is not quantized, and None is returned. `by_row`: with a tensorwise weight,
+    `dim`: the dimension of the weight over which the product sums. Return None if a rowwise, mx or nvfp4 weight has
+    blocks of one element along `dim`: the other operand is then not quantized. `by_row`: with a tensorwise weight,
     give each row of the other operand its own scale. A row of the product then does not depend on other rows.
     """
     if recipe.kind == "tensorwise":

@@ -39,7 +39,7 @@ class Quantization:
     - `compute`: with "dequantize", products use the weight in the compute dtype. With "scaled", linear layers and
       experts multiply quantized operands (`weft.quantize.products`).
     - `keep_transpose`: whether gathered weights also store a transposed copy of the payload. The copy takes one more
-      byte per element. Products that need a transposed payload then read the copy and transpose nothing. Only for
+      byte per element. Products that need a transposed payload then read the copy and transpose nothing. Valid only for
       tensorwise and blockwise recipes with `compute="scaled"`.
 
     Raises ValueError for values that are invalid or not supported together.
@@ -110,8 +110,8 @@ class Quantization:
         return 1 if self.kind in ("mx", "nvfp4") else 4
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the blocks' scales, for a tensor of the shape `shape`. For nvfp4, these are the e4m3
-        scales, without the fp32 scales of the matrices."""
+        """Return the shape of the blocks' scales for a tensor of shape `shape`. For nvfp4, it is the shape of the e4m3
+        scales; the matrices' fp32 scales are not included."""
         rows, columns = self.block
         *stack, height, width = shape if len(shape) > 1 else (1, *shape)
         if self.kind == "tensorwise":

@@ -101,7 +101,8 @@ def load_corpus(
     apart = _text(data, "data.validation_paths", data.validation_paths, written) if data.validation_paths else None
     shared = {path for path, *_ in text.files} & {path for path, *_ in (apart.files if apart else ())}
     if apart and shared:
-        say(f"{apart}: {len(shared)} of its {len(apart.files)} files are in {text} too: its loss is that of known text")
+        count = f"{len(shared)} of its {len(apart.files)} files"
+        say(f"{apart}: {count} are also in {text}, so the loss on them is that of training text")
     if data.kind == "tokens":
         corpus = _of_token_files(data, text, apart, say)
     else:
