@@ -30,7 +30,7 @@ def describe(model: nn.Module) -> str:
 
     Raises ValueError for a model without sharded modules.
     """
-    head = ("unit", "module", "tensors", "parameters", "shards", "main", "compute", "travels as", "MiB/rank", "padding")
+    head = ("unit", "module", "tensors", "parameters", "shards", "main", "compute", "gathered", "MiB/rank", "padding")
     rows = [head, *(_row(unit, group) for unit in units_of(model) for group in unit.groups)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
@@ -158,8 +158,8 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
 
 
 def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return process groups. If a value is reduced over each of them in turn, the result covers all ranks of the model
-    or, in a pipeline, all ranks that have the same stages as this rank."""
+    """Return the process groups over which to reduce a value, one after another, so that the result covers all ranks of
+    the model. In a pipeline, the result covers all ranks that have the same stages as this rank."""
     groups = [group for unit in units_of(model) for group in unit.groups]
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
     reached = [group_of(mesh, axis) for axis in range(mesh.ndim)]
@@ -169,7 +169,7 @@ def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def quantization_shares(model: nn.Module) -> dict[str, Shares]:
-    """Return which fractions of each unit's quantized weights saturate and underflow.
+    """Return the fractions of each unit's quantized weights that saturate and that underflow.
 
     The keys are the names of the units with quantized weights ("" for the root). The result is the same on all ranks.
     In a pipeline, it has only the units of this rank's stages, and is the same on all ranks with these stages. Each

@@ -99,7 +99,8 @@ def init_meshes(
         device_type: "cpu" or "cuda".
         pp: the number of pipeline-parallel ranks.
         dp_replicate: the number of replicas of the sharded model.
-        dp_shard: the number of ranks over which each replica is sharded. -1: all ranks that the other axes do not use.
+        dp_shard: the number of data-parallel ranks over which each replica is sharded. -1: all ranks that the other
+            axes do not use.
         cp: the number of context-parallel ranks. Dense parameters are sharded over `dp_shard * cp` ranks.
         ep: the number of expert-parallel ranks. It must divide `dp_replicate * dp_shard * cp` or, if `etp` is 1,
             `dp_replicate * dp_shard * cp * tp`.
@@ -168,7 +169,7 @@ def forget_meshes() -> None:
     and `gc.collect()`, in this order.
     """
     _worlds.clear()
-    for function in vars(functional).values():  # some defaults of arguments are the default group at import time
+    for function in vars(functional).values():  # some default arguments captured the world group at import
         if isinstance(function, FunctionType) and function.__defaults__:
             function.__defaults__ = tuple(
                 None if isinstance(each, dist.ProcessGroup) else each for each in function.__defaults__
@@ -243,17 +244,17 @@ def _fit(world: int, etp: int, **axes: int) -> int:
 
 
 class Parts(Protocol):
-    """The interface of `weft.pipeline.Cut`, which describes the stages of a model. Modules that do not import
-    `weft.pipeline` use it."""
+    """The interface of `weft.pipeline.Cut`, which describes the stages of a model, for modules that do not import
+    `weft.pipeline`."""
 
     group: Any
     """The process group of the ranks that hold the stages; None if this rank holds all of them."""
     channel: int
-    """The number that separates this model's messages between ranks from those of other models."""
+    """The channel number, which keeps this model's messages apart from the messages of other models."""
 
     @property
     def has_copies(self) -> bool:
-        """Whether parameters of `model.shared_ends` on this rank are copies of another rank's parameters."""
+        """Whether this rank's parameters in `model.shared_ends` (a tied embedding) are copies of another rank's."""
 
     def stages_of(self, model: Any) -> dict[str, int]:
         """Return the stage of each parameter, by name."""

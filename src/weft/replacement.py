@@ -59,8 +59,9 @@ def drop_in() -> DropIn:
 
     The replacement lasts until the process ends, or until a block `with weft.drop_in() as replaced:` ends. Call it
     before anything is sharded. Libraries may be imported before the call or after it: later imports from
-    `torch.distributed.fsdp` get weft's objects. Only a later import from torch's private modules, where the objects are
-    defined, gets torch's. After such an import, call `drop_in` again. `print` the result to see the replaced names.
+    `torch.distributed.fsdp` get weft's objects. A later import from the private torch modules that
+    define the objects still gets torch's objects. After such an import, call `drop_in` again. `print` the result to see
+    the replaced names.
     """
     places = []
     for module in list(sys.modules.values()):

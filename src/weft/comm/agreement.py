@@ -91,8 +91,8 @@ class Agreement:
         names: Sequence[str],
         groups: Sequence[dist.ProcessGroup],
     ) -> tuple[list[list[bool]], bool]:
-        """Compare the logs of all ranks at the end of a backward, and clear this rank's log. Return `flags`, in
-        which a flag is true if any rank's is true, and whether `arrived` is the same on all ranks.
+        """Compare the logs of all ranks at the end of a backward, and clear this rank's log. Return `flags`, each
+        true if it is true on any rank, and whether `arrived` is the same on all ranks.
 
         `arrived`: the indices of the units in the order in which their backwards ended. `names`: the names of all
         units. `groups`: the process groups of the mesh axes, which together reach every rank. Raises

@@ -4,7 +4,7 @@
     --------------------   -----------    ------------------------------
     a device with streams  nccl           `BuiltIn`, with averages
     CPU                    gloo           `Gloo`; inside `weft.debug.check_streams`, `BuiltIn`
-    any other device       gloo           `CopyingGloo`, through CPU memory
+    any device but CPU     gloo           `CopyingGloo`, through CPU memory
     any device             any other      `TRANSPORT` of the backend's module, or `BuiltIn`
 
 The transport of a backend is `TRANSPORT` of the module `weft.comm.<backend>`, so a new transport needs only one new

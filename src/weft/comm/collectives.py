@@ -1,4 +1,4 @@
-"""Collectives for lanes (`weft.comm.lanes`), and blocking collectives. The transport of the group executes them.
+"""Collectives for lanes (`weft.comm.lanes`), and blocking collectives. The group's transport executes most of them.
 
 Each function for lanes starts its transfers and returns a `Pending`, whose `complete()` waits for the transfers and
 does the remaining work on this rank. Tensors are contiguous. They are 1-D, except in `all_to_all`, which sends rows,

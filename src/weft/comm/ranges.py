@@ -1,11 +1,11 @@
 """Ranges for profilers, named `weft/<unit>/<gather|forward|backward|reduce>`, and intervals for a timeline.
 
-the first active tool of these            what weft emits
+the first of these that is active         what weft emits
 ----------------------------------------  --------------------------------------------------------------------
 torch's profiler                          ranges
 a `Timeline` that records                 labels: the names of the ranges without `weft/`
-none, but CUDA is initialized             NVTX ranges, because a tool of NVIDIA may attach at any time
-none, without CUDA                        nothing, at no cost
+neither, but CUDA is initialized          NVTX ranges, because NVIDIA's tools may attach at any time
+neither, and CUDA is not initialized      nothing, at no cost
 """
 
 import threading

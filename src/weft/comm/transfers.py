@@ -87,7 +87,7 @@ class Transfer:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Open the gate and wait for the end. Raises the exception of a failed transfer. A call with a `timeout` is
-        `abandon(timeout)`, which discards the result. The signature is that of torch's work handles."""
+        `abandon(timeout)`, which discards the result. The signature matches `wait` of torch's work handles."""
         if timeout is not None:
             return self.abandon(timeout)
         if self._gate is not None:

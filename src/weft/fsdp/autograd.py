@@ -3,20 +3,20 @@
     weights      version counter                  class              who may read them
     -----------  -------------------------------  -----------------  -------------------------------------------------
     gathered     the main weights' counter        Parameter          all code
-    freed        1,000,000,000 + a number of the  `_Gone`, a         no code: autograd's version check raises for saved
-                 group                            Parameter          tensors, on every path into backward, and the class
-                                                                     raises for tensors that code has kept
+    freed        1,000,000,000 + a number of the  `_Gone` subclass   no code. On every path into backward, autograd's
+                 group                            of Parameter       version check raises for saved tensors. The class
+                                                                     raises for parameters that code has kept.
 
 Autograd also raises if main weights were written to between forward and backward, as it does for a plain module. If a
 gathered copy has a version that this file has not set, other code wrote to the copy. Such a write would be lost, so
 `WeightsWritten` is raised.
 
-Autograd's errors name no parameters. This is also true of the error for a gradient with respect to a sharded parameter,
-which is in no graph. Therefore weft wraps torch's function that runs a backward, so that errors name the weights.
+Autograd's errors name no parameters. For example, a gradient with respect to a sharded parameter, which is in no graph,
+raises an error without its name. Therefore weft wraps torch's function that runs a backward, and names the weights.
 
-Other code may still hold the original parameters, which sharded ones have replaced (`Original`). Their values, shapes
+Other code may still hold the original parameters (`Original`), which `fully_shard` has replaced. Their values, shapes
 and attributes stay as they were. In-place writes raise, because they would not reach the model. Reading `.grad` also
-raises: an optimizer that was built before sharding would silently train nothing.
+raises. Otherwise, an optimizer that was built before sharding would silently train nothing.
 """
 
 import functools
@@ -42,7 +42,7 @@ _REFUSAL = re.compile(r"\[(?:torch\.)?\w+ \[([\d, ]*)\]\].* is at version (\d+);
 
 _version_of = attrgetter("_version")
 behind_classes = torch._C.DisableTorchFunctionSubclass
-"""A context in which code may use parameters of the classes `_Gone` and `Original`."""
+"""A context in which uses of `_Gone` and `Original` parameters do not raise."""
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ class FullParameters:
 
     def was_written(self, shape: tuple[int, ...], expected: int, here: int) -> bool:
         """Return whether a write to the main weights between a forward and its backward explains autograd's error.
-        The error is about a tensor of `shape`, saved at version `expected` and now at version `here`: a parameter or
-        its transpose."""
+        The error is about a tensor of `shape` (a parameter or its transpose), saved at version `expected` and now at
+        version `here`."""
         record = record_of(self._parameters[0])
         return (
             record is not None
@@ -299,7 +299,7 @@ def _explained(refusal: str) -> RuntimeError | None:
         return RuntimeError(
             "backward mixes plain tensors with sharded ones: a loss that adds a penalty on sharded parameters is a "
             "DTensor, and plain operators cannot take its gradient. Outside of a forward all parameters are sharded; "
-            "inside, those of other units are. Add the penalty as a plain tensor, penalty.full_tensor()"
+            "inside, parameters of other units are sharded. Add the penalty as a plain tensor, penalty.full_tensor()"
         )
     found = _REFUSAL.search(refusal)
     if found is None:

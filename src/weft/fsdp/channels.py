@@ -49,7 +49,7 @@ class Channels:
         self.gathers, self.reductions = other.gathers, other.reductions
 
     def of_gathers(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Return the communicator for gathers over the ranks of `group`: its second one if `separate`, else `group`."""
+        """Return the communicator for gathers over the ranks of `group`: a second one if `separate`, else `group`."""
         return _twins[group] if self.separate else group
 
     def separate_gathers(self, groups: Sequence[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:

@@ -15,16 +15,16 @@ scheduled(trace, backward)           a context around a pass whose events are kn
                                      evaluation
 use(unit, holder, named)             the holder needs the full weights from here on; `named`: the units that the user
                                      chose to gather ahead; None: the plan chooses them
-done(unit, holder, ...)              the holder no longer needs them; `backward_follows`: the use was a forward whose
-                                     backward is still to come
+done(unit, holder, ...)              the holder no longer needs the full weights; `backward_follows`: the use was a
+                                     forward whose backward is still to come
 keep(unit, holder)                   keep the full weights: after a forward until its backward, after a backward
                                      until they are resharded
-offer(unit)                          a backward begins, in which modules of `unit` may write gradients themselves
+offer(unit)                          a backward begins, in which modules of `unit` may write gradients into buffers
 expect_more(more)                    whether further microbatches of a schedule will add to the gradients
 ready(unit)                          the gradients of `unit` in this backward are complete: pack them, reduce if due
 note_failure(what, error)            `what` raised `error`; the engine reports this if the pass ends with that error
-recover()                            called before each forward: clean up if the last pass has failed; return whether a
-                                     schedule drives the units; if so, hooks do nothing
+recover()                            called before each forward. Cleans up if the last pass has failed. Returns whether
+                                     a schedule drives the units; if so, hooks do nothing
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class Hold:
 
 
 class TiedHold(NamedTuple):
-    """A hold on the owner of tied parameters that `unit` shares. It lasts as long as `holder` holds `unit`."""
+    """The hold of `unit` on another unit, whose parameters it shares. It lasts as long as `holder` holds `unit`."""
 
     unit: Any
     holder: Any

@@ -7,7 +7,7 @@ full          gathered**  Replicate    compute      the weights that forward and
 gradients                                           see `weft.fsdp.gradients.group`
 
 *   model_weight shares the memory of main_weight if the dtypes are equal. It is the same buffer if the placements are
-    equal too. `copies` has two model weights if backward uses other quantized weights than forward.
+    equal too. `copies` has two model weights if forward and backward use different quantized weights.
 **  If the parameter placement is Replicate on every axis, `full` is the same buffer as model_weight, and always lives.
 *** With quantization, the buffer holds the bytes of the payload, and `full` is always freed between uses.
 **** Main weights of quantized parameters that are frozen may be freed between uses (`weft.quantize.payload_only`).
@@ -59,7 +59,7 @@ class ParameterGroup:
     """Flat buffers of parameters that are gathered and updated together, and whose gradients are reduced together."""
 
     def __init__(self, plan: GroupPlan, members: Sequence[Unsharded]) -> None:
-        """`members`: the original parameters, whose values move here; those with tensor-parallel slices come first."""
+        """`members`: the original parameters, whose values are copied. Those with tensor-parallel slices come first."""
         self.plan = plan
         self.layout, self.mesh, self.placements, self.recipe = plan.layout, plan.mesh, plan.placements, plan.recipe
         self.device, self.home, self.offload, self.ranks = plan.device, plan.home, plan.offload, plan.mesh.size()
@@ -168,7 +168,7 @@ class ParameterGroup:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the main weights have changed since their copies, model weights or gathered weights, were made."""
+        """Whether the main weights have changed since their copies (model weights or gathered weights) were made."""
         return (self.refreshes or self.transient is not None) and self._gathered_from != self.version
 
     @property
@@ -306,7 +306,7 @@ class ParameterGroup:
 
     @property
     def staging_bytes(self) -> int:
-        """The bytes of temporary memory of a gather, apart from the full weights: for uploads, casts or payloads."""
+        """The bytes that a gather needs for uploads, casts or payloads, in addition to the full weights."""
         staging = self.payload.staging
         return staging.nbytes if staging is not None and (self.payload.refreshes or not self.refreshes) else 0
 

@@ -287,7 +287,8 @@ class HookDriver:
 
 def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[], None]]:
     """Return the inputs with their differentiable tensors passed through `_EndOfBackward`, and a function to call after
-    the forward. If the module has changed rebuilt lists or dicts, that function changes the original ones likewise."""
+    the forward. Lists and dicts with such tensors are rebuilt. If the module has changed the rebuilt ones, the function
+    makes the same changes in the originals."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         return (_mark(call, *args) if _can_be_marked(args[0]) else args), kwargs, _nothing
     tensors = [*filter(_can_be_marked, tensors_in((*args, *kwargs.values())))]

@@ -77,7 +77,7 @@ class FSDPModule:
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including those of sharded parameters in whose place full parameters are registered."""
+        """Clear all gradients, including those of sharded parameters while full parameters are registered instead."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in units_under(self):
             for group in unit.groups:
@@ -250,9 +250,11 @@ class FSDPModule:
         unit_of(self).unshard_in_backward = _switch("set_unshard_in_backward", unshard_in_backward)
 
     def reset_iter_state(self) -> None:
-        """Clean up the model after an exception in forward or backward. Without this call, the next pass cleans up. A
-        failed backward drops all gradients, and sets every `.grad` to None. A failed forward keeps every `.grad`, but
-        this call then drops gradients of earlier backwards if they are not reduced yet."""
+        """Clean up the model after an exception in forward or backward. Without this call, the next pass cleans up.
+
+        A failed backward drops all gradients and sets every `.grad` to None. A failed forward keeps every `.grad`. This
+        call also drops gradients of earlier backwards that are not reduced yet. Without it, they survive a failed
+        forward."""
         runtime_of(self).reset()
 
 

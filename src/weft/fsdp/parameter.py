@@ -53,8 +53,9 @@ class Slot:
 
 @dataclass(eq=False)
 class Unsharded:
-    """A parameter that is about to be sharded over `mesh`. `value`: the tensor that holds its values: `original`,
-    unless that was on the meta device. `cutting`: the number of elements between possible cuts, and the dimension."""
+    """A parameter that is about to be sharded over `mesh`. `value`: the tensor that holds its values. It is
+    `original`, unless `original` was on the meta device. `cutting`: the number of elements between possible cuts, and
+    the dimension that is cut."""
 
     original: nn.Parameter
     value: nn.Parameter

@@ -59,8 +59,8 @@ class Patch:
 _STATE_DICT = "distributed.checkpoint.state_dict"
 _WHY = "torch's fully_shard around {}: call weft.fully_shard there too, or weft.drop_in() before anything is sharded"
 _WHY_MADE = (
-    "a parametrization of {}: what it makes of the weight would be lost in the flat buffer; register it before "
-    "fully_shard, which then shards what it is computed from"
+    "a parametrization of {}: the weight that it computes would be lost in the flat buffer; register it before "
+    "fully_shard, which then shards the tensors that the weight is computed from"
 )
 _FULL = ("full_state_dict", "local_state_dict", "device", "pg")
 

@@ -42,7 +42,7 @@ class GroupPlan:
         return (Replicate(),) * self.mesh.ndim
 
     def buffer(self, placements: tuple[Placement, ...], dtype: torch.dtype, layout: Layout | None = None) -> FlatBuffer:
-        """Return a new uninitialized buffer on the device. `layout`: by default that of the parameters."""
+        """Return a new uninitialized buffer on the device. `layout`: default is the layout of the parameters."""
         laid = layout or self.layout
         numel = laid.numel // ranks_over(self.mesh, sharded_axes(placements))
         return FlatBuffer(laid, self.mesh, placements, torch.empty(numel, dtype=dtype, device=self.device))

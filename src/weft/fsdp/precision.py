@@ -33,7 +33,7 @@ class MixedPrecisionPolicy:
     - `main_params_dtype`: dtype of the weights that the optimizer updates. None: the parameter's, or float32 for
       a quantized parameter that is not frozen.
     - `main_grads_dtype`: dtype of `.grad`, in which gradients accumulate. None: `main_params_dtype`.
-    - `param_quantization`: a recipe of `weft.quantize`, in which weights are gathered. They are dequantized for use,
+    - `param_quantization`: a recipe of `weft.quantize`. Weights are gathered in its format, and dequantized for use
       unless the recipe has `compute="scaled"`. None: weights are not quantized.
     - `quantize(name, parameter)`: returns whether to quantize a parameter. `name` is its name in the sharded module.
       None: quantize parameters with two or three dimensions, except embeddings and experts' biases. If the recipe has
@@ -103,7 +103,7 @@ class MixedPrecisionPolicy:
 
 
 def keep_dtype(parameter: torch.nn.Parameter) -> None:
-    """Keep a parameter's own dtype in main weights, gathers, computation and gradients, under any policy of its unit.
+    """Keep a parameter's own dtype in main weights, gathers, computation and gradients, whatever its unit's policy is.
 
     Call it before `fully_shard`, for parameters that need more precision than the policy gives, such as the decays of a
     recurrence. Raises TypeError for anything but a parameter, ValueError for a sharded parameter.

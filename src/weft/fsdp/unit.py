@@ -1,4 +1,4 @@
-"""A sharded unit: the life of its weights, as the table `TRANSITIONS` describes it.
+"""A sharded unit. The table `TRANSITIONS` lists the states of its weights and what moves them between states.
 
 A transition that is not in the table raises an error that names the unit, its state and its holders. A holder is
 anything that needs the weights: a forward or backward call, a step of a schedule, the user's `unshard()`, or a use that
@@ -9,7 +9,7 @@ Full parameters are registered while a computation or the user's `unshard()` hol
 parameters are registered, for optimizers, freezing and writes. They are also registered between a forward and its
 backward, although autograd's graph may then hold views of the full weights.
 
-`weft.fsdp.gradients.group` describes the life of the gradients.
+`weft.fsdp.gradients.group` has the states of the gradients.
 """
 
 import enum
@@ -83,7 +83,7 @@ class Unit:
         self.gathered = [group.transient for group in self.groups if group.transient is not None]
         self.gathered_bytes = sum(each.nbytes for each in self.gathered)
         self.turns = any(len(group.copies) > 1 for group in self.groups)
-        """Whether backward uses another copy of some weights than forward."""
+        """Whether forward and backward use different copies of some weights."""
         self.backward = False  # whether the current or next gather is of the copy for backward, if `turns`
         self.policy = policy
         self.name = ""
@@ -151,7 +151,7 @@ class Unit:
             self._gather()
 
     def gather_started(self, ticket: Ticket) -> None:
-        """Record that the weights, which were at rest, are now gathered by the shared message of `ticket`."""
+        """Record that the weights, which were at rest, are now being gathered by the shared message of `ticket`."""
         self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
         self.resident = True
         self._tickets = [ticket]
@@ -365,7 +365,7 @@ class Unit:
 
     @cached_property
     def is_addressed(self) -> bool:
-        """Whether ranks may run this unit in different orders: its gathers have tags, or it has no gathers."""
+        """Whether this unit's position in a pass may differ between ranks: its gathers have tags, or there are none."""
         gathered = (group for group in self.groups if group.plan.moves)
         return all(transport_of(group.groups[-1], group.device).capabilities.tags for group in gathered)
 

@@ -4,7 +4,7 @@ shape [4, 3]     0 1 2 | 3 4 5 | 6 7 8 | 9 10 11       rows
 borders 0 5 12   --------- ------------------          both parts are 1-D: the cut goes through a row
 boxes of part 0  [0:1, 0:3], [1:2, 0:2]                rectangles, which checkpoints need
 
-If a tensor is cut along another dimension than the first, it is stored with this dimension first:
+If a tensor is cut along a dimension other than the first, it is stored with this dimension first:
 
 shape [2, 4], dim 1    0 1 2 | 3        in memory    0 4 | 1 5 | 2 6 | 3 7
 borders 0 6 8          4 5 6 | 7                     --------------- -----

@@ -4,7 +4,7 @@
     ----------    ------------------------------------------------------------
     forward       the previous forward
     evaluation    the previous evaluation
-    backward      the previous backward; the first one by the forward, reversed
+    backward      the previous backward; before the first, the forward reversed
     schedule      the schedule (`weft.overlap`), which knows its events in advance
 
     one unit ahead:   use 0    gathers 0, and starts to gather 1
@@ -14,8 +14,8 @@
     The unit or bundle (units gathered in one message) that ends a forward, and begins the backward, stays gathered.
 
 If a pass deviates from its trace, it gathers on demand from then on: predictions change speed, never results. A
-schedule gathers further ahead than the hooks that run in other passes. A byte budget limits the total size of the units
-that are gathered ahead, each counted once. The runtime applies these rules to units, `layout.walk` to numbers of bytes.
+schedule gathers further ahead than other passes. A byte budget limits the total size of the units that are gathered
+ahead, each counted once. The runtime applies these rules to units, and `layout.walk` applies them to numbers of bytes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,8 +28,8 @@ from weft.layout.trace import Event, Trace
 
 class Gathered(Protocol):
     """A unit as `GatherOrder` sees it. `tied`: the units whose parameters it shares. `holders`: what needs its weights,
-    such as a forward. `resident`: whether its weights are gathered or being gathered. `turns`: whether backward uses
-    another copy than forward. `backward`: whether backward's copy is selected. `turn`: select a copy. A unit
+    such as a forward. `resident`: whether its weights are gathered or being gathered. `turns`: whether forward
+    and backward use different copies. `backward`: whether backward's copy is selected. `turn`: select a copy. A unit
     with holders gathers the copy at once. `prefetch`: start the gather, unless resident. `has_room`: whether there is
     room for a gather. `acquire`, `release`: add, remove a holder. `free`: free the memory, unless there are holders."""
 
@@ -194,8 +194,8 @@ class GatherOrder:
         unit.acquire(holder)
 
     def keep(self, unit: Gathered, holder: Any) -> None:
-        """Hold `unit` for `holder` beyond a use: after a forward until its backward (without one, until the
-        next forward), after a backward until the user reshards the unit."""
+        """Hold `unit` for `holder` after a use. After a forward: until its backward, or without a backward, until the
+        next forward. After a backward: until the user reshards the unit."""
         if holder not in unit.holders:
             self.current.events.append(("keep", unit.number, 0))
             unit.acquire(holder)

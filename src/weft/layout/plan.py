@@ -16,8 +16,9 @@ WEIGHTS, GRADIENTS = "gathered weights", "partial gradients"
 
 @dataclass(frozen=True)
 class StageFacts:
-    """The bytes of the buffers of one stage of a reduction. `accumulating`: the buffer in which microbatches add up.
-    `traveling`: the buffer that is sent. `shared`: whether one buffer is both. `inbox`: the buffer that receives."""
+    """The bytes of the buffers of one stage of a reduction: its part over one mesh axis. `accumulating`: the buffer in
+    which microbatches add up. `traveling`: the buffer that is sent. `shared`: whether one buffer is both. `inbox`: the
+    buffer that receives."""
 
     accumulating: int
     traveling: int
@@ -44,11 +45,12 @@ class GradientFacts:
 class UnitFacts:
     """The sizes of one unit, in bytes, and its relations to other units. `gathered`: gathered weights, per group.
     `sent`: the messages that gather all groups. `refreshed`: the messages that update, once per step, the model weights
-    that each rank keeps. `turned`: the messages that replace forward's copy of some weights by backward's, and the
-    temporary memory of these messages; (0, 0) if there is one copy. `staging`: temporary memory of uploads and casts.
+    that each rank keeps. `turned`: the messages that gather backward's copy of some weights after forward's, and
+    their temporary memory; (0, 0) if there is one copy. `staging`: temporary memory of uploads and casts.
     `post_forward`: the part of the weights kept from forward to backward. `tied`: the units whose parameters it shares.
     `bundle`: the units in the message that gathers this unit, including this unit; empty if it is alone. `gradients`:
-    per group; None if the group is not reduced. `addressed`: whether ranks may run the unit in different orders."""
+    per group; None if the group is not reduced. `addressed`: whether the position of the unit in a pass may differ
+    between ranks."""
 
     name: str
     gathered: tuple[int, ...]

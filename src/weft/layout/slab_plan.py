@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from weft.layout.layout import ALIGNMENT_BYTES as ALIGNMENT
 
 STEPS = 50
-"""Heights to try are 1 / `STEPS` apart, relative to the largest total size of two buffers that are live together."""
+"""Heights to try differ by 1 / `STEPS` of the largest total size of two buffers that are live together."""
 
 
 @dataclass(frozen=True)

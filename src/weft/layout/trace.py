@@ -10,7 +10,7 @@
     event    meaning
     -----    -----------------------------------------------------------------------------------
     use      a module starts to compute with the full weights
-    ahead    the user has asked to gather this unit together with the last used unit
+    ahead    the user has asked to prefetch this unit at the preceding `use`
     keep     the full weights stay: after a forward until the backward, after a backward until `reshard`
     done     the module has finished computing with them
     offer    modules of the unit may now write gradients of their parameters directly into buffers

@@ -7,7 +7,7 @@ backward it is the reverse order of the units:
     agreed order     head   right  left   inner
     this rank        head          left   inner        the backward of `right` did not run on this rank
     starts           head                              units that are ready out of order are packed and wait
-    at the end              right  left   inner        until the end of backward; `right` adds zeros
+    at the end              right  left   inner        until the end of backward; for `right`, zeros are sent
 
 A rank that follows the order starts each reduction at the end of the unit's backward. Units that are not in the order
 are reduced at the end of the pass, after the ranks have exchanged which units are ready.
@@ -110,14 +110,14 @@ class ReductionOrder(ABC):
     # --- the rules ----------------------------------------------------------------------------------------------------
 
     def take_turns(self, turns: Iterable[tuple[int, ...]] | None) -> None:
-        """Begin a backward with these turns. None: one without an agreed order, such as in a schedule."""
+        """Begin a backward with these turns. None: the backward has no agreed order, as in a schedule."""
         self.arrived.clear()
         self.waiting.clear()
         self._turns = None if turns is None else deque(turns)
 
     def ready(self, unit: int) -> bool:
-        """Start to reduce the gradients of `unit`, which are ready, if it is their turn, or if no order was agreed on.
-        Otherwise pack them. Return whether there is an agreed order and `waits_for_turn(unit)` is true."""
+        """Start to reduce the gradients of `unit`, which are ready, if it is their turn or if they need
+        no turn. Otherwise pack them. Return whether there is an agreed order and `waits_for_turn(unit)` is true."""
         if self._turns is None or not self.waits_for_turn(unit):
             turn = next((each for each in self._turns or () if unit in each), (unit,))
             if len(turn) > 1:

@@ -2,7 +2,7 @@
 
 dtype                                  pattern                       a tensor is unfilled if it has the pattern in
 -------------------------------------  ----------------------------  -----------------------------------
-floating except float8, complex        NaN, with every bit set       any element
+complex, and floating except float8    NaN, with every bit set       any element
 bool                                   neither False nor True        any element
 integers of 32 and 64 bits             an improbable number          any element
 integers of 8 and 16 bits, float8      bytes 0xA5; float8: 0xFF      all elements, if the tensor has 8 bytes or more

@@ -44,13 +44,14 @@ class GradientDownload:
         self._adds = False
 
     def open(self, pool: Pool) -> FlatBuffer:
-        """Wait for the last download. Return the device buffer for the next one. Call `close` after that."""
+        """Wait for the last download. Return the device buffer for the next one. When that has ended, call `close`."""
         self.finish()
         home = self._main_grad
         return FlatBuffer(home.layout, home.mesh, home.placements, pool.take(self._strip))
 
     def start(self, reduction: Ticket, lane: Lane, *, accumulate: bool) -> Ticket:
-        """After `reduction`, copy its result over the main gradients. With `accumulate`, `finish` adds it instead."""
+        """After `reduction`, copy its result to CPU memory: over the main gradients or, with `accumulate`, to a buffer
+        that `finish` adds to them."""
         target, source = self._main_grad.local, self._strip.tensor
         if accumulate:
             if self._more is None:
