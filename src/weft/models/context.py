@@ -40,7 +40,7 @@ from weft.models.loss import IGNORED_LABEL
 
 
 class Piece(NamedTuple):
-    """For causal attention: those parts of documents in this rank's slices that have S queries and T keys each.
+    """All parts of documents in this rank's slices that have S queries and T keys each, for causal attention.
 
     `queries` [parts, S]: the indices of the queries in the flattened slices. `keys` [parts, T]: the indices of the keys
     in the flattened tensor that `Slices.pieces` describes. The last S keys of a part have the positions of its queries.
@@ -302,8 +302,8 @@ class Slices:
         return rows[:, self.width - size :].unflatten(0, (-1, 2))
 
     def _ahead(self, tails: Tensor) -> Tensor:
-        """Select, from the tails of all ranks (see `_tails`), the tail before each of this rank's slices. Return them
-        as [2 batch, size, ...]. At the beginning of a row, the tail is zeros."""
+        """Select, from the tails of all ranks (see `_tails`), the tail before each of this rank's slices. Return these
+        tails, [2 batch, size, ...]. At the beginning of a row, the tail is zeros."""
         by_slice = self._by_slice(tails)
         found = [by_slice[number - 1] if number else torch.zeros_like(by_slice[0]) for number in self.mine]
         return torch.stack(found, dim=1).flatten(0, 1)

@@ -16,7 +16,7 @@ class Sampling:
     """How the next token is chosen from the logits. Raises ValueError for values out of range."""
 
     temperature: float = 1.0
-    """Divisor of the logits. 0 chooses the most likely token."""
+    """The logits are divided by this number. 0 chooses the most likely token."""
     top_k: int = 0
     """The number of most likely tokens to sample from. 0: all tokens."""
     top_p: float = 1.0
@@ -65,10 +65,10 @@ def generate(
     among: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the next token of each row, [B], at every step, without end. `tokens` [B, S] int64: the prompts.
+    """Yield the next token of each row, [B], at every step, forever. `tokens` [B, S] int64: the prompts.
 
-    `lengths`: the number of tokens of each row's prompt, at the beginning of the row. Default: S. `among`: the tokens
-    to choose from, 1-D. Default: all.
+    `lengths`: the length of each row's prompt, which starts at the beginning of the row. Default: S. `among`: the
+    tokens to choose from, 1-D. Default: all.
 
     The model sees no padding. It first reads as many tokens of each row as the shortest prompt has. Then it reads one
     token of each row per step: the next token of the prompt or, after the prompt's end, the last sampled token. While

@@ -29,8 +29,8 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
       If `meshes.expert` is 1-D, `outer_strategy` is "no_shard" for these units.
 
     If `mp_policy` has `param_quantization` but no `quantize`, the weights of experts and of the projections in layers
-    are quantized. With `quantize=weft.quantize.except_ends(first, last)`, the pattern's first `first` symbols and last
-    `last` symbols stand for layers that are not quantized.
+    are quantized. With `quantize=weft.quantize.except_ends(first, last)`, the layers of the pattern's first `first`
+    and last `last` symbols are not quantized.
     """
     if not isinstance(model, HybridModel):
         raise TypeError(f"models.shard got a {type(model).__name__}: pass a HybridModel; fully_shard takes any module")

@@ -11,8 +11,8 @@ _DIVIDED = {
 }
 """The sizes that are cut over tensor-parallel ranks, by the kinds of layers that have them."""
 _KERNELS = {"MP": ("mamba_kernel", "mamba_ssm"), "G": ("delta_kernel", "fla")}
-"""By kinds of layers: the field that selects a kernel, and the kernel that weft cannot use with context parallelism,
-because the kernel cannot continue from the state of a slice on another rank."""
+"""For each set of layer kinds: the field that selects a kernel, and the kernel that context parallelism cannot use,
+because this kernel cannot continue from the state of a slice on another rank."""
 _CONVOLUTIONS = {"MP": "conv_kernel", "G": "linear_conv_kernel_dim", "K": "kda_conv_kernel"}
 _FEW = {"*P": "num_key_value_heads", "MP": "mamba_n_groups", "G": "linear_num_key_heads"}
 """The sizes that may be smaller than the number of tensor-parallel ranks, by the kinds of layers that have them."""

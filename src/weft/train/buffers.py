@@ -81,7 +81,7 @@ class Buffers:
                     buffer.copy_(part.view_as(buffer))
 
     def _now(self) -> Iterator[torch.Tensor]:
-        known = dict(self._model.named_buffers())  # a module may have replaced a buffer by another tensor
+        known = dict(self._model.named_buffers())  # a module may have assigned a new tensor to a buffer
         return (known[name] for name in self._buffers)
 
     def prepare_load(self, stored: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 A template is written in Jinja. It is the file `chat_template.jinja`, or `chat_template` in tokenizer_config.json. Text
 between {% generation %} and {% endgeneration %} counts as written by the assistant. For a template without these tags,
 a conversation is rendered twice for each message of the assistant. The first rendering ends with the generation prompt
-in place of that message, the second with the message. Text that only the second has counts as written by the assistant.
+in place of that message, the second with the message. Text that is only in the second counts as the assistant's text.
 """
 
 import json
@@ -63,9 +63,9 @@ class ChatTemplate:
     def spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text, and the ranges (begin, end) of the characters that the assistant writes.
 
-        Raises ConfigError if the ranges cannot be determined. This can happen only without {% generation %}, if the
-        template renders a message differently when others follow it, or if an answer as the template renders it does
-        not begin with the text that `prompt` adds.
+        Raises ConfigError if the ranges cannot be determined. This can happen only with a template that has no
+        {% generation %}: if it renders a message differently when other messages follow, or if a rendered answer does
+        not begin with the generation prompt.
         """
         if self.marks:
             return _unmarked(self._marked(messages, False))

@@ -40,7 +40,8 @@ class OwnNumbers:
     def marks(self) -> list[float]:
         """Return three hash values of the names, each followed by its square.
 
-        Sum them over all ranks and pass the sums to `means`, which checks with them that all ranks have the same names.
+        Sum them over all ranks and pass the sums to `means`, which uses them to check that all ranks
+        have the same names.
         """
         digest = hashlib.sha256("\0".join(sorted(self._totals)).encode()).digest()
         width = _MARK_BITS // 8

@@ -53,7 +53,7 @@ class Passes:
         self.timeline: Timeline | None = None
         """The timeline of the run's last step, with overlap or a pipeline."""
         self.computed: list[float] = []
-        """The seconds that each rank of the world computed in the last step."""
+        """The seconds that each rank of the world spent computing in the last step."""
         self.own_numbers = OwnNumbers(device)
         """The named scalars of the last step's losses."""
 

@@ -58,8 +58,8 @@ class Origin:
         """Return the config.json to write for `cfg` in `family`.
 
         If the original config.json is of this family and describes `cfg`, return a copy of it. Otherwise return
-        `described_here`, a new config.json for `cfg`. Add the fields that only the original has, if they have the same
-        meaning in every family.
+        `described_here`, a new config.json for `cfg`, and add to it the fields that only the original has and that have
+        the same meaning in every family.
         """
         if family.model_type == self.family:
             again = family.config(full_text_of(self.raw), family.projections(cfg), self.ignored)

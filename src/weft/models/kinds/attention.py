@@ -1,4 +1,4 @@
-"""The fields of self-attention `*`, and those that it shares with latent attention `+`."""
+"""The fields of self-attention `*`, and the fields that `*` shares with latent attention `+`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class AnyAttention(Trunk):
     """Which projections of attention have a bias: "none", "qkv" or "all". In `+`, "all" means the projections to
     the latents and the output projection."""
     attention_scale: float | None = optional_positive()
-    """Factor of the dot products of queries and keys; None: 1 / sqrt(width of a key)."""
+    """Factor that multiplies the dot products of queries and keys; None: 1 / sqrt(width of a key)."""
     rope_theta: float = amount(10000.0)
     """Base (theta) of the frequencies of the rotary position embedding; 0: no rotation."""
     rope_interleave: bool = switch(False)

@@ -35,7 +35,8 @@ class Experts(AnyMLP, kind=KIND):
     """With expert parallelism, how often a token is sent: once per "rank" that has some of its experts, or once per
     "expert". "expert" sends more data, but each token's sum over experts is bit-equal to the sum in one process."""
     moe_latent_size: int | None = optional_size()
-    """Width of the experts' inputs and outputs; None: hidden_size."""
+    """Width of the latent in which routed experts work. Linear layers project tokens to it and back; None: no latent,
+    so experts work in hidden_size."""
     shared_expert_intermediate_size: int = declared(
         0, lambda value: is_whole(value, 0), "an integer, 0 for no shared expert"
     )
@@ -51,7 +52,7 @@ class Experts(AnyMLP, kind=KIND):
     norm_topk_prob: bool = switch(True)
     """Whether the scores of a token's experts are scaled so that their sum is 1."""
     routed_scaling_factor: float = positive(1.0)
-    """Factor of the scores of a token's experts, after the scaling by `norm_topk_prob`."""
+    """Factor that multiplies the scores of a token's experts, after `norm_topk_prob` is applied."""
     n_group: int = size(1)
     """The number of groups of experts. A token's experts are in its best `topk_group` groups."""
     topk_group: int = size(1)

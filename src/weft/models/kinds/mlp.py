@@ -1,4 +1,4 @@
-"""The fields of the dense MLP `-`, and those that it shares with experts."""
+"""The fields of the dense MLP `-`, and the fields that `-` shares with experts."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class AnyMLP(Trunk):
     swiglu_alpha: float = positive(1.702)
     """The factor inside the sigmoid of "clamped_swiglu"."""
     mlp_bias: bool = switch(False)
-    """Whether the projections of `-`, of the shared expert of `E`, and to and from the latent of `E` have a bias."""
+    """Whether projections have a bias: in `-`, in the shared expert of `E`, and to and from the latent of `E`."""
 
     @property
     def clamp(self) -> Clamp:

@@ -12,11 +12,11 @@ KIND = Kind("P", "attention and Mamba-2 side by side", "mixer", "parallel:Parall
 
 @dataclass(frozen=True)
 class Parallel(Mamba2, Attention, kind=KIND):
-    """The fields below, and the fields of `*` and `M`: `P` layers run attention and Mamba-2 side by side."""
+    """The fields of `P` (attention and Mamba-2 side by side): the fields below, and the fields of `*` and `M`."""
 
     attention_out_multiplier: float = number(1.0)
-    """Factor of the attention part of `P` before both parts are added."""
+    """Factor that multiplies the output of attention in `P` before both outputs are added."""
     ssm_out_multiplier: float = number(1.0)
-    """Factor of the Mamba-2 part of `P` before both parts are added."""
+    """Factor that multiplies the output of Mamba-2 in `P` before both outputs are added."""
     ssm_multipliers: tuple[float, ...] = numbers(5)
-    """Factors of the five parts of the Mamba-2 projection in `P`: gate, x, B, C and time step."""
+    """Factors that multiply the five parts of the Mamba-2 projection in `P`: gate, x, B, C and time step."""

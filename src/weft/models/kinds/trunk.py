@@ -55,8 +55,8 @@ class Trunk:
     """Epsilon of RMS norms, added to the mean square before the square root. Norms of the latents of `+` always use
     1e-6."""
     zero_centered_norm: bool = switch(False)
-    """Whether norms, also of queries and keys, multiply by 1 + weight instead of by the weight. Gated norms (of `M`,
-    `P`, `G`, `K`) and norms of the latents of `+` always multiply by the weight."""
+    """Whether norms, including those of queries and keys, multiply by 1 + weight instead of by the weight. Gated norms
+    (of `M`, `P`, `G`, `K`) and norms of the latents of `+` always multiply by the weight."""
     norm_order: str = choice("pre", ("pre", "post", "both"))
     """What is normalized in each layer: its input ("pre"), its output ("post"), or "both"."""
     pad_token_id: int | None = any_value(None)
@@ -64,20 +64,19 @@ class Trunk:
     tie_word_embeddings: bool = switch(False)
     """Whether the head uses the embedding's weight."""
     embedding_multiplier: float = positive(1.0)
-    """Factor of the embeddings."""
+    """Factor that multiplies the embeddings."""
     embedding_multiplier_rounded: bool = switch(False)
     """Whether `embedding_multiplier` is first rounded to the dtype of the embeddings, as in Gemma."""
     residual_multiplier: float = positive(1.0)
-    """Factor of each layer's output before it is added to the residual stream."""
+    """Factor that multiplies each layer's output before it is added to the residual stream."""
     logits_scaling: float = positive(1.0)
-    """Divisor of the logits."""
+    """The logits are divided by this number."""
     mtp_loss_coef: float = amount(0.3, result=False)
-    """Factor with which the mean loss of the prediction depths (multi-token prediction) is added to the loss in
-    training."""
+    """Weight of the mean loss of the prediction depths (multi-token prediction) in the training loss."""
     recompute: tuple[str, ...] = declared(
         (), lambda stages: set(stages) <= {"attend", "experts"}, "some of 'attend' and 'experts'", False
     )
-    """Parts of each layer that backward recomputes instead of saving activations: "attend" (everything before the
+    """Parts of each layer whose activations are recomputed in backward, not saved: "attend" (everything before the
     experts or the MLP), "experts" (the experts or the MLP)."""
 
     def __init_subclass__(cls, kind: Kind | None = None, **more: Any) -> None:

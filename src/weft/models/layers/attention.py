@@ -68,7 +68,7 @@ class Attention(Block):
         self.heads //= ranks.size
         self.key_value_heads = max(1, self.key_value_heads // ranks.size)
         if self.norm_of == "full":
-            # If ranks share key heads, the mean over all ranks is still right: the number of ranks per head is equal.
+            # If ranks share key heads, the mean over all ranks is still right: each head is on equally many ranks.
             for norm in (self.q_norm, self.k_norm):
                 assert norm is not None
                 norm.mean_over_ranks = partial(ranks.mean, first=0, count=ranks.size)
@@ -217,7 +217,7 @@ def causal_attention(
     """Compute softmax attention. The queries belong to the last S of the T positions. Each query sees its own position
     and all earlier positions.
 
-    `scale`: the factor of the dot products. None: C^-0.5. `window`: the number of positions that a query sees,
+    `scale`: multiplies the dot products. None: C^-0.5. `window`: the number of positions that a query sees,
     including its own. None: all. `sinks` [H]: a score per head, which takes part in the softmax like a position whose
     value is 0. Returns [B, S, H, C], with the C of `v_BTHC`.
     """

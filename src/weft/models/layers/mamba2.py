@@ -43,7 +43,7 @@ class Mamba2(Block):
 
     graph_scopes: ClassVar = {"forward": ("mamba", None)}
     multipliers: Sequence[float] | None = None
-    """Factors of the parts of the projection: gate, x, B, C and step. None: all are 1."""
+    """Factors that multiply the parts of the projection: gate, x, B, C and step. None: all are 1."""
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)

@@ -182,7 +182,7 @@ def rotary_for(cfg: HybridConfig, rotary: RotaryEmbedding | None, attention: int
 def frequencies(
     width: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device | None = None, length: int = 0
 ) -> tuple[Tensor, float]:
-    """Return the frequency f_i of each pair, in radians per position, [width / 2] fp32, and the factor of cos and sin.
+    """Return the frequency f_i of each pair, in radians per position, [width / 2] fp32, and the scale of cos and sin.
 
     `length`: the length of the sequence, or 0 if it is within the first context (see the top of this file).
     """
@@ -211,7 +211,7 @@ def frequencies(
 
 
 def attention_factor(scaling: Mapping[str, Any]) -> float:
-    """Return the factor of cos and sin in yarn."""
+    """Return the number by which yarn multiplies cos and sin."""
     if (given := scaling.get("attention_factor")) is not None:
         return given
     factor, one, all_dim = scaling["factor"], scaling.get("mscale"), scaling.get("mscale_all_dim")
@@ -219,7 +219,7 @@ def attention_factor(scaling: Mapping[str, Any]) -> float:
 
 
 def longrope_factor(scaling: Mapping[str, Any]) -> float:
-    """Return the factor of cos and sin in longrope."""
+    """Return the number by which longrope multiplies cos and sin."""
     if (given := scaling.get("attention_factor")) is not None:
         return given
     factor, first = scaling["factor"], scaling["original_max_position_embeddings"]

@@ -199,8 +199,11 @@ def _first(model: HybridConfig, sharding: ShardingConfig, candidates: object) ->
 
 
 def _with_fewer_rows(config: TrainConfig, ranks: int) -> TrainConfig:
-    """Return `config` with short rows, whose length the sizes of all mesh axes divide, and with the fewest microbatches
-    that the pipeline's schedule accepts, at least 2 if the configuration has 2."""
+    """Return `config` with short rows, and with as few microbatches as the pipeline's schedule accepts.
+
+    The length of a row is a multiple of 2 x cp x tp. At least 2 microbatches remain if the configuration has 2 or more.
+    With context parallelism, router losses are off.
+    """
     sharding, dp = config.sharding, data_ranks(config, ranks)
     unit = 2 * sharding.cp * sharding.tp
     length = unit * -(-24 // unit)

@@ -1,7 +1,7 @@
 """Reads documents from files of several kinds.
 
 kind         files                                      a document
-"text"       any text                                   a file, cut into two where a validation part is taken out
+"text"       any text                                   a file, divided where training and validation text meet
 "jsonl"      *.jsonl                                    `data.field` of the object on a line
 "messages"   *.jsonl                                    the conversation in `data.field`, as JSON
 "parquet"    *.parquet                                  `data.field` of a row
@@ -89,7 +89,7 @@ def _paths(data: DataConfig, setting: str, paths: Sequence[str], written: Sequen
 
 def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: float) -> Iterator[Document]:
     """Yield the documents of `files` (large text files in pieces), each for training or for validation. `fraction`: the
-    share for validation, which every call chooses in the same way. `setting`: as in `find_files`."""
+    share for validation. Every call chooses the same documents. `setting`: as in `find_files`."""
     if data.kind == "text":
         yield from _texts(setting, files, fraction)
         return
@@ -313,7 +313,7 @@ def _split(sizes: list[int], fraction: float) -> tuple[list[Piece], list[Piece]]
 
 
 def _read_lines(path: str, start: int, end: int) -> bytes:
-    """Return the lines of a file that begin in [start, end). Adjacent pieces do not share lines, and lose none."""
+    """Return the lines of a file that begin in [start, end). Adjacent ranges share no line and skip none."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         return text[_line_start(text, start) : _line_start(text, end)]
 

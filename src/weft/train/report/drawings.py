@@ -72,8 +72,8 @@ def _stage_figures(folder: Path) -> list[Drawing]:
 
 
 def _rows_saved(loads: list[dict[str, Any]]) -> str:
-    """Return text on the share of rows between ranks that `model.moe_rows_per = "rank"` saved, or "" if it saved
-    none."""
+    """Return text that states the share of rows that `model.moe_rows_per = "rank"` saved from being sent between ranks,
+    or "" if it saved none."""
     moved = [rows for record in loads for rows in record.get("exchanged", {}).values()]
     assignments, rows = sum(each[0] for each in moved), sum(each[1] for each in moved)
     return (

@@ -1,12 +1,14 @@
 """Facts about a run that are not metrics, kept in the run's folder for the report:
 
-parameters, ranks, device, versions, command, commit, resumed, pattern    written at the start
-description: the text of `weft.describe`                                  written at the end, like all below
+parameters, ranks, device, versions, command, commit, units, resumed, pattern  written at the start
+description: the text of `weft.describe`                                       written at the end, like all facts below
 memory: the result of `weft.memory_report`, or a list of them for the ranks of a pipeline
 baseline: the validation loss of the bigram table in nats per byte
 graphs: the counts of `weft.graph_report` on the first rank
 operations: the number of operations in a step of the first rank, as text
 seconds: the time spent in steps
+computed: the seconds that each rank spent computing in the last step, if a timeline was recorded
+reported: the step at which the final report was written
 """
 
 import json

@@ -1,6 +1,6 @@
 """Writes the report of a run from time to time while it trains, in a separate process.
 
-Drawing the pictures takes seconds of CPU time, and no step should wait for them.
+Drawing the pictures takes seconds of CPU time, and no step should wait for it.
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _SHARE = 20
-"""The time from the start of a report to the start of the next is at least this number times the report's own time."""
+"""The least time between the starts of two reports, as a multiple of the time that the first of the two took."""
 _LAST_S = 60.0
 
 

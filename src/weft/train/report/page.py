@@ -138,9 +138,9 @@ def _tiles(
 def _rows(
     records: list[dict[str, Any]], baselines: dict[str, float], units: Mapping[str, str]
 ) -> list[tuple[str, ...]]:
-    """Return the rows of the table of final numbers. The first row is the head: name, loss, and bits per byte if known.
+    """Return the rows of the table of final numbers. The first row is the header: name, loss, bits per byte if known.
 
-    Values that are not losses are in the column of the loss too.
+    Values that are not losses are in the loss column too.
     """
     train, validation = losses(records)
     named = {}

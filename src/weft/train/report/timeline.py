@@ -31,7 +31,7 @@ def read_timeline(run_directory: str | Path) -> list[Interval]:
 
 
 def computing(intervals: Sequence[Interval]) -> float:
-    """Return the seconds that this rank computed, without waits."""
+    """Return the seconds that this rank spent computing, not counting waits."""
     return busy(intervals, COMPUTE) - overlap(intervals, COMPUTE, "wait")
 
 

@@ -192,7 +192,7 @@ def _in_operation(operation: str, seconds: float) -> str:
 
 
 def _seconds_of(thread: int) -> float:
-    """Return the CPU seconds of a thread, or 0 if the thread has ended, because its clock must not be read then."""
+    """Return the CPU seconds of a thread. Return 0 if the thread has ended: its clock must not be read then."""
     if thread not in sys._current_frames():
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
@@ -212,7 +212,7 @@ def _computes(frame: tuple[str, int, str]) -> bool:
 
 
 def _standing(thread: int) -> tuple[str, bool]:
-    """Return text on the current line of a thread, and whether that is in a collective."""
+    """Return text that names the current line of a thread, and whether that line is in a collective."""
     frames, detector = _frames(thread), hang_detector()
     if not frames:
         return "its main thread has ended", False

@@ -12,13 +12,13 @@ class DataConfig:
     """[data]: the text, how it is tokenized, and how tokens are divided into sequences."""
 
     kind: Literal["text", "jsonl", "messages", "parquet", "datasets", "tokens"] = "text"
-    """Format of `paths`: "text", "jsonl", "messages" (JSON lines), "parquet", "datasets" (saved ones), or "tokens"."""
+    """Format of `paths`: "text", "jsonl", "messages" (JSON lines), "parquet", "datasets" (save_to_disk) or "tokens"."""
     paths: tuple[str, ...] = ()
     """Files or folders, relative to the working directory; empty: Python's standard library."""
     include: tuple[str, ...] = ("*",)
     """Patterns of file names to read from folders (files named in `paths` are always read)."""
     field: str = "text"
-    """Field of a record with its text (jsonl, parquet, datasets). For kind "messages", the default is "messages"."""
+    """Field that holds the text of a record (jsonl, parquet, datasets). For "messages", the default is "messages"."""
     weights: tuple[float, ...] = ()
     """Relative frequency of the sequences of each of `paths`; empty: all `paths` together are one text."""
     separator: str = ""
@@ -38,7 +38,7 @@ class DataConfig:
     seed: int = 0
     """Seed of the order in which training sequences are seen."""
     factory: str = ""
-    """With `model.factory`: a function (rank, ranks) -> iterable of microbatches, which replaces the text."""
+    """With `model.factory`: path of a function (rank, ranks) -> iterable of microbatches, which replaces the text."""
     validation_factory: str = ""
     """With `factory`: the same kind of function for the validation data."""
     cache_dir: str = ""
@@ -100,7 +100,7 @@ class DataConfig:
 
     @property
     def record_field(self) -> str:
-        """The field of a record with its text or messages."""
+        """The field that holds the text or the messages of a record."""
         return "messages" if self.kind == "messages" and self.field == DataConfig.field else self.field
 
     def _require_kind(self, name: str, kinds: tuple[str, ...]) -> None:

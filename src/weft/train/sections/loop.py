@@ -17,7 +17,7 @@ class LoopConfig:
     microbatch_size: int = 8
     """Sequences in one forward pass of a rank."""
     precision: Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"] = "fp32"
-    """Dtype of gathered weights and computation (fp8*, mxfp8, nvfp4: in bf16). Reductions and main weights: fp32."""
+    """Dtype of gathered weights and computation; fp8*, mxfp8, nvfp4 compute in bf16. Reductions, main weights: fp32."""
     unquantized_ends: int = 0
     """With a quantized `precision`: number of layers at each end of the model whose weights are gathered in bf16."""
     seed: int = 0
@@ -37,7 +37,7 @@ class LoopConfig:
     gradient_clip: float = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
     skip_spikes: float = 0.0
-    """Skip steps with a gradient norm above this multiple of the median of the last 100 unskipped steps; 0: none."""
+    """Skip steps with a gradient norm above this multiple of the median of the last 100 unskipped steps; 0: never."""
     log_every: int = 10
     """Steps between two lines of output if the output is not a terminal."""
     parameter_norms_every: int = 0
@@ -67,13 +67,13 @@ class LoopConfig:
     early_release: bool = False
     """With `overlap`: free a layer's activations earlier, which takes less memory but hides less communication."""
     halves: bool = False
-    """With `overlap`: if a microbatch has no partner, exchange it in two halves; experts start on the first half."""
+    """With `overlap`: exchange the tokens of an unpaired microbatch in two halves; experts start on the first half."""
     check: bool = False
-    """Before the first step, run `weft check`: compare a step of a small copy on several ranks with one on one rank."""
+    """Before the first step, run `weft check`: compare one step of a small copy on several ranks and on one rank."""
     watchdog: float = 600.0
     """Seconds without progress after which the run ends and names the rank that hangs; 0: never."""
     buffers: Literal["broadcast", "mean", "own"] = "broadcast"
-    """Your model's buffers (running statistics) after a step: "broadcast" from rank 0, their "mean", or "own" ones."""
+    """Your model's buffers (running statistics) after a step: "broadcast" rank 0's, take the "mean", or keep "own"."""
     cross_documents: bool = False
     """With `data.packing = "whole"`: let the documents of a sequence attend to each other."""
     expert_bias_rate: float = 1e-3

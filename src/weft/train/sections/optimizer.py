@@ -86,7 +86,7 @@ class ScheduleConfig:
     min_lr_ratio: float = 0.1
     """Final learning rate of "cosine", "linear" and "wsd", as a fraction of the peak."""
     decay_fraction: float = 0.2
-    """Fraction of all steps over which "wsd" falls."""
+    """Fraction of all steps over which "wsd" decays."""
 
     def __post_init__(self) -> None:
         require("schedule.warmup_steps", self.warmup_steps, (self.warmup_steps or 0) >= 0, "must not be negative")

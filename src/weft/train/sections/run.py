@@ -21,7 +21,7 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Write checkpoints while training continues."""
     memory_every: int = 0
-    """Steps between two copies in the host's memory, from which `weft train --restarts` resumes; 0: none."""
+    """Steps between two copies of the state in host memory, from which `weft train --restarts` resumes; 0: none."""
 
     def __post_init__(self) -> None:
         require("checkpoint.every", self.every, self.every >= 0, "must not be negative")
@@ -50,7 +50,7 @@ class RunConfig:
     renumber: bool = False
     """Allow resuming with the same layers grouped differently, such as `*-*E` after `[*-][*E]`."""
     weights: str = ""
-    """Weights that a new run starts from: a run, a checkpoint or a directory of a model; empty: initial weights."""
+    """Weights that a new run starts from: a run, a checkpoint or a model directory; empty: freshly initialized."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.loggers if name not in ("tensorboard", "wandb") and ":" not in name]

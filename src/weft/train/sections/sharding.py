@@ -14,17 +14,17 @@ class ShardingConfig:
     strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
     """What to shard: "no_shard", "optim" (optimizer state), "optim_grads" (gradients too), "optim_grads_params"."""
     dp_shard: int = -1
-    """The strategy shards over `dp_shard` x `cp` ranks; -1: all ranks / (pp x tp x cp x dp_replicate)."""
+    """Shards are spread over `dp_shard` x `cp` ranks; -1: dp_shard = all ranks / (pp x tp x cp x dp_replicate)."""
     dp_replicate: int = 1
     """Number of groups of `dp_shard` x `cp` ranks. Each group has a full copy of the state (HSDP)."""
     outer_strategy: Literal["no_shard", "optim"] = "no_shard"
     """With `dp_replicate`: "optim" also shards the optimizer state over the groups (HFSDP)."""
     ep: int = 1
-    """Ranks that share one copy of the experts and exchange tokens; divides dp_replicate x dp_shard x cp x tp / etp."""
+    """Ranks per copy of the experts; they exchange tokens. Must divide dp_replicate x dp_shard x cp x tp / etp."""
     cp: int = 1
     """Number of ranks that share every sequence (context parallelism). Each rank has two slices of each sequence."""
     tp: int = 1
-    """Tensor-parallel ranks. They split each layer's heads and widths, the vocabulary, and positions between layers."""
+    """Number of tensor-parallel ranks. They split heads, widths and the vocabulary and, between layers, positions."""
     etp: int | None = None
     """Number of ranks over which each expert is sharded: `tp`, or 1 for whole experts; unset: `tp`."""
     pp: int = 1
@@ -36,15 +36,15 @@ class ShardingConfig:
     offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory."""
     prefetch_bytes: int | None = None
-    """Bytes of weights that may be gathered ahead; unset: the next unit."""
+    """Most bytes of weights to gather ahead; unset: the next unit or bucket, or two units with `overlap` or `pp`."""
     bucket_bytes: int | None = None
-    """Neighboring units up to this many bytes are gathered in one message; 0: each unit alone; unset: weft chooses."""
+    """Adjacent units of up to this many bytes in total share a message; 0: none do; unset: weft chooses."""
     max_live_reduce_buffers: int = 2
     """Number of units whose unreduced gradients may be in memory at once; with 1, backward waits for each reduction."""
     separate_all_gather_group: bool = False
     """Use separate communicators for gathers, so that gathers run concurrently with reductions."""
     allocator: Literal["trace", "caching"] = "trace"
-    """ "trace": gathered weights and gradients lie in two slabs planned in step 1; "caching": torch's allocator."""
+    """ "trace": gathered weights and gradients use two slabs planned in step 1; "caching": torch's allocator."""
     check_collectives: bool = True
     """After each backward, compare the collectives that the ranks issued."""
     graphs: tuple[str, ...] = ()

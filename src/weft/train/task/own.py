@@ -111,7 +111,7 @@ class OwnTask:
 
 
 class _Validation:
-    """A validation set. Each iteration over it, the first or a later one, raises ConfigError if it yields nothing."""
+    """A validation set. Every iteration over it, not only the first, raises ConfigError if it yields nothing."""
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source = source
@@ -146,7 +146,7 @@ def _samples(microbatch: Any, default: int) -> int:
 
 def _leaves(microbatch: Any) -> Iterator[Any]:
     for each in tree_leaves(microbatch):
-        if isinstance(each, Mapping):  # a mapping other than a dict, such as that of a tokenizer
+        if isinstance(each, Mapping):  # a mapping other than a dict, such as a tokenizer's BatchEncoding
             yield from _leaves(dict(each))
         elif is_dataclass(each) and not isinstance(each, type):
             yield from _leaves([getattr(each, field.name) for field in fields(each)])
@@ -259,14 +259,14 @@ class Stream:
         own, begun, *_ = state["own"]
         if (own is not None) != hasattr(self.source, "load_state_dict"):
             raise ConfigError("data: only one of the checkpoint's data and this data has a state_dict")
-        self._set_epoch()  # first, because some loaders restart the epoch with it
+        self._set_epoch()  # before the state is loaded: in some loaders, set_epoch restarts the epoch
         if own is not None:
             self.source.load_state_dict(own)  # type: ignore[attr-defined]
             self._iterator = iter(self.source)
         elif self.taken:
             now = self._random.state_dict()
             if self.epoch and getattr(self.source, "persistent_workers", False):
-                iter(self.source)  # only the first pass draws a seed, for an iterator that later passes reuse
+                iter(self.source)  # draws the seed that, with persistent workers, only a first pass draws
             self._begun = begun
             self._random.load_state_dict(begun)
             generators, states = self._generators(), begun.get("own", [])

@@ -188,7 +188,7 @@ def _require_documents(model: nn.Module, text: torch.Tensor) -> None:
 def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
     """Return the largest change of a document's logits if the tokens of the previous document change.
 
-    The change is a fraction of the largest logit. It is 0 if it is within rounding. `text`: tokens [batch, seq].
+    The change is relative to the largest logit, and is 0 if it is within rounding error. `text`: tokens [batch, seq].
     """
     half, found = text.shape[1] // 2, []
     documents = Documents.from_ids((torch.arange(text.shape[1]) >= half).long().expand(text.shape))

@@ -344,7 +344,7 @@ def _threads_for_ranks() -> Iterator[None]:
 def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
     """Run `work(rank)` on `ranks` threads, which are the ranks of one world. Return the results in rank order.
 
-    If `work` raises on any ranks, raises the exception of the lowest of them. If the ranks are in a deadlock, raises
+    If `work` raises on any ranks, raises the exception of the lowest such rank. If the ranks are in a deadlock, raises
     CollectiveMismatch.
     """
     box, store = Mailbox(ranks), dist.HashStore()
@@ -380,7 +380,7 @@ def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
             for thread in threads:
                 thread.start()
             for ended in ends:
-                ended.wait()  # an interrupted join() may take a running thread for an ended one
+                ended.wait()  # after an interrupt, join() may report a running thread as ended
         except BaseException:  # such as Ctrl-C
             with box.turn:
                 box.fail()
