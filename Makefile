@@ -74,7 +74,7 @@ fuzz: install
 	WEFT_FUZZ=1 $(BIN)/python -m pytest tests/fsdp/test_sequences.py
 
 mutate: install
-	$(BIN)/python scripts/mutate.py
+	$(BIN)/python scripts/mutate.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff check src tests benchmarks examples scripts

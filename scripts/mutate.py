@@ -1,9 +1,10 @@
 """Checks that tests find bugs: each named mutation of the source must make a named test fail within a time limit.
 
-    python scripts/mutate.py [--jobs 2] [--list] [NAME ...]
+    python scripts/mutate.py [--jobs 2] [--after-tests] [--list] [NAME ...]
 
 A mutation is applied to a copy of `src` in a temporary folder, and its test runs against that copy in a separate
-process. Before that, all named tests must pass against an unchanged copy. The exit code is 1 if one of them fails, if a
+process. Before that, all named tests must pass against an unchanged copy. With `--after-tests`, for a checkout whose
+tests have just passed, one named test of each file must: it shows that tests of the file pass here. The exit code is 1 if one of them fails, if a
 mutant survives, if its test gives no answer, or if the text to replace is not in the source exactly once.
 
 | to                                       | look into                 |
@@ -61,12 +62,16 @@ def said_of(outcome: Outcome) -> str:
     return known.get(outcome.status, f"NO TEST (exit {outcome.status})")
 
 
-def try_out(mutations: Sequence[Mutation], source: Source, folder: Path, jobs: int) -> list[str]:
+def try_out(
+    mutations: Sequence[Mutation], source: Source, folder: Path, jobs: int, after_tests: bool = False
+) -> list[str]:
     """Print what becomes of each mutant; reports of those that were not killed."""
     pristine = folder / "as it is"
     shutil.copytree(SOURCE, pristine)
     begin = time.monotonic()
     tests = list(dict.fromkeys(each.test for each in mutations))
+    if after_tests:
+        tests = list({test.partition("::")[0]: test for test in reversed(tests)}.values())
     shares = [(lambda: pristine, tests[first::jobs]) for first in range(min(jobs, len(tests)))]
     for plain in run_in_turn(shares, ROOT, timeout=BASELINE_TIMEOUT_S, jobs=jobs):
         if plain.status != 0:
@@ -90,6 +95,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Mutants of the source that a named test must kill.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="of the mutations to try; all by default")
     parser.add_argument("--jobs", type=int, default=2, help="mutants to try at a time (default: 2)")
+    parser.add_argument("--after-tests", action="store_true", help="all tests have passed: run one of each file again")
     parser.add_argument("--list", action="store_true", help="print the names, and what does not fit the source")
     arguments = parser.parse_args()
     everything, source = mutations(), Source(SOURCE / "weft")
@@ -107,7 +113,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     import_what_weft_does(ROOT, [each.test for each in chosen])
     with tempfile.TemporaryDirectory(prefix="weft-mutants-") as folder:
-        reports = try_out(chosen, source, Path(folder), arguments.jobs)
+        reports = try_out(chosen, source, Path(folder), arguments.jobs, arguments.after_tests)
     print("\n\n".join(["", *reports]) if reports else "", end="")
     return 1 if reports else 0
 

@@ -643,7 +643,7 @@ def load_bags(folder):
             exactly(parameter, original)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkpoints_of_four_ranks_load_on_other_numbers_and_under_every_strategy(pool, tmp_path):
     saved = pool.run(4, save, "optim_grads_params", str(tmp_path))
     for ranks, strategy in ((1, STRATEGIES[-1]), (4, STRATEGIES[-1]), *((2, each) for each in STRATEGIES)):

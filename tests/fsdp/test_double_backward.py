@@ -113,9 +113,7 @@ def check(plain, sharded, way, steps=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy, recompute", [("optim", False), ("optim_grads_params", False), ("optim_grads_params", True)]
-)
+@pytest.mark.parametrize("strategy, recompute", [("optim", False), ("optim_grads_params", True)])
 @distributed(2)
 def test_penalties_on_slopes_equal_one_process(strategy, recompute):
     for way in WAYS:

@@ -244,11 +244,6 @@ def accumulated_without_sync_of_one_block(fsdp):
     return steps(net, before=before, seen=seen), seen
 
 
-def told_of_the_last_backward(fsdp):
-    net, seen = bottom_up(fsdp, make()), []
-    return steps(net, before=lambda number, last: net.set_is_last_backward(last), seen=seen), seen
-
-
 def resharded_after_the_last_only(fsdp):
     net, seen = bottom_up(fsdp, make()), []
 
@@ -422,12 +417,6 @@ def hooked_reductions(fsdp):
     return steps(net), seen
 
 
-def summed_only(fsdp):
-    net = bottom_up(fsdp, make())
-    net.set_force_sum_reduction_for_comms(True)
-    return steps(net), None
-
-
 def separate_communicators_and_more_buffers(fsdp):
     net = bottom_up(fsdp, make())
     net.set_separate_reduce_scatter_group()
@@ -500,7 +489,6 @@ SCRIPTS = [
     explicit_prefetch,
     accumulated_without_sync,
     accumulated_without_sync_of_one_block,
-    told_of_the_last_backward,
     resharded_after_the_last_only,
     never_resharded_after_backward,
     kept_after_forward_of_one_block,
@@ -515,7 +503,6 @@ SCRIPTS = [
     another_forward_method,
     torchtitan_s_way,
     hooked_reductions,
-    summed_only,
     separate_communicators_and_more_buffers,
     parameters_that_some_ranks_or_none_use,
     two_models_that_share_their_communication,

@@ -19,12 +19,9 @@ NARROW = weft.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch
 CASES = {
     **{strategy: {"strategy": strategy} for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params")},
     "bundles": {"runtime": weft.RuntimeOptions(bucket_bytes=1 << 18)},
-    "small bundles": {"runtime": weft.RuntimeOptions(bucket_bytes=1 << 11)},
     "caching": {"runtime": weft.RuntimeOptions(allocator="caching")},
     "a budget": {"runtime": weft.RuntimeOptions(prefetch_bytes=1 << 12)},
     "three alive": {"runtime": weft.RuntimeOptions(max_live_reduce_buffers=3)},
-    "one alive": {"runtime": weft.RuntimeOptions(max_live_reduce_buffers=1)},
-    "bf16": {"mp_policy": BF16},
     "bf16 and bundles": {"mp_policy": BF16, "runtime": weft.RuntimeOptions(bucket_bytes=1 << 18)},
     "narrow gradients": {"mp_policy": NARROW},
     "offload": {"offload_policy": weft.CPUOffloadPolicy(pin_memory=False)},

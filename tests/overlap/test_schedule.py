@@ -226,7 +226,7 @@ DEPTHS = dataclasses.replace(CFG, pattern="[*E]-/[*E]*/[*E]*", recompute=("exper
 
 @pytest.mark.slow
 @distributed(2)
-@pytest.mark.parametrize("strategy", ["none", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", [pytest.param("none", marks=pytest.mark.long), "optim_grads_params"])
 def test_prediction_depths_run_as_layers_of_the_schedule_and_change_no_bit(strategy):
     """What the trunk, its head and the depths share is added up in another order than by autograd alone."""
     options = {} if strategy == "none" else {"strategy": strategy}

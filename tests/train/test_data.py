@@ -73,7 +73,7 @@ def test_labels_are_the_next_tokens():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, microbatch", [(1, 24), (2, 3), (3, 4), (4, 2), (12, 1)])
+@pytest.mark.parametrize("ranks, microbatch", [(1, 24), (3, 4), (4, 2)])
 def test_a_global_batch_is_the_same_for_any_number_of_ranks(ranks, microbatch):
     reference = batches()
     shares = [batches(rank, ranks, microbatch=microbatch) for rank in range(ranks)]

@@ -242,7 +242,7 @@ RECOMPUTE = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recomputing_a_part_changes_no_number(pool, tmp_path):
     path = config_for(tmp_path, model__pattern="[*-][*-]")
     plain, products, every = pool.run(1, of_one_layer, path, tmp_path, RECOMPUTE)[0]
@@ -284,7 +284,7 @@ def compiled(path, folder):
     return plain, found, torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_layers_are_compiled_each_by_itself(pool, tmp_path):
     path = config_for(tmp_path, model__pattern="[*-][*-]")
     plain, found, graphs = pool.run(2, compiled, path, tmp_path)[0]

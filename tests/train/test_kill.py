@@ -113,7 +113,7 @@ def died(ranks):
     return any(rank.exitcode is not None for rank in ranks)
 
 
-KILLS = int(os.environ.get("WEFT_KILLS", "6"))
+KILLS = int(os.environ.get("WEFT_KILLS", "4"))
 """Over all of EXAMPLES."""
 SMALL = {
     "stdlib": ["model.pattern=[*-][*-]", "model.hidden_size=20", "model.intermediate_size=24"],

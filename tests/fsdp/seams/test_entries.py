@@ -14,6 +14,7 @@ from torch import nn
 import weft
 from tests.fsdp import nets
 from tests.fsdp.seams.truth import assert_gradients, assert_weights, backward, naming, right_or_refused, sgd, step
+from tests.pairs import all_pairs
 from tests.pool import distributed
 
 WIDTH = 13
@@ -83,9 +84,7 @@ def routed(detached: bool = False, when: str = "after") -> Stack:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("allocator", ["trace", "caching"])
-@pytest.mark.parametrize("detached", [False, True])
-@pytest.mark.parametrize("when", ["before", "after"])
+@all_pairs(when=["before", "after"], detached=[False, True], allocator=["caching", "trace"])
 @distributed(2)
 def test_an_auxiliary_loss_on_scores_that_stay_on_a_module_computed_before_or_after_its_output(
     when, detached, allocator

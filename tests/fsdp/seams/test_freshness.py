@@ -82,11 +82,16 @@ WRITES: list[Callable[[nets.Net, torch.optim.Optimizer], None]] = [by_step, by_c
 
 
 @pytest.mark.slow
-@all_pairs(
-    write=WRITES,
-    strategy=["no_shard", "optim", "optim_grads_params"],
-    dtype=[torch.float32, torch.bfloat16],
-    steps=[1, 3],
+@pytest.mark.parametrize(
+    ("write", "strategy", "dtype", "steps"),
+    [
+        (by_step, "no_shard", torch.float32, 1),
+        (by_step, "optim", torch.bfloat16, 3),
+        (by_copy, "optim", torch.float32, 1),
+        (by_copy, "optim_grads_params", torch.float32, 3),
+        (by_foreach, "optim", torch.bfloat16, 1),
+        (by_load, "optim_grads_params", torch.bfloat16, 1),
+    ],
 )
 @distributed(2)
 def test_unshard_after_a_write_that_followed_a_forward_without_backward(write, strategy, dtype, steps):
@@ -174,8 +179,10 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize("way", BETWEEN)
-@pytest.mark.parametrize(("strategy", "flagged"), [("optim", True), ("optim_grads", False)])
+@pytest.mark.parametrize(
+    ("strategy", "flagged", "way"),
+    [("optim", True, "copy_"), ("optim", True, "foreach"), ("optim_grads", False, "of the local part")],
+)
 @distributed(2)
 @nothing_renewed()
 def test_weights_that_are_written_between_microbatches(strategy, flagged, way):

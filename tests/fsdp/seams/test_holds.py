@@ -44,10 +44,13 @@ def mine(batch: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@all_pairs(
-    known=[0, 3],
-    strategy=["optim_grads", "optim_grads_params"],
-    backward_finds=["all resharded", "all unsharded", "some unsharded"],
+@pytest.mark.parametrize(
+    ("known", "strategy", "backward_finds"),
+    [
+        (0, "optim_grads", "all resharded"),
+        (3, "optim_grads", "all unsharded"),
+        (3, "optim_grads_params", "some unsharded"),
+    ],
 )
 @distributed(2)
 def test_all_blocks_may_be_unsharded_between_forward_and_backward(known, strategy, backward_finds):
@@ -189,7 +192,9 @@ class FusedHead(nn.Module):
 
 
 @pytest.mark.slow
-@all_pairs(strategy=["optim_grads", "optim_grads_params"], microbatches=[2, 1], tie=[True, False])
+@pytest.mark.parametrize(
+    ("strategy", "microbatches", "tie"), [("optim_grads", 2, False), ("optim_grads_params", 1, True)]
+)
 @distributed(2)
 def test_a_root_that_returns_its_heads_weight_for_a_fused_loss(strategy, microbatches, tie):
     def make() -> FusedHead:

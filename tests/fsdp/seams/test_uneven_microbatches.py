@@ -52,10 +52,8 @@ READS: dict[str, Callable[[nets.Net], None]] = {
 
 
 CASES = [
-    ("optim", "full_tensor"),
     ("optim", "a full state dict"),
     ("optim_grads_params", "full_tensor"),
-    ("optim_grads_params", "a full state dict"),
     ("optim_grads", "clip_grad_norm_"),
     ("optim_grads", "parameter_norms"),
 ]

@@ -86,8 +86,7 @@ def unsharded(net: nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "used"), list(zip(STRATEGIES, [True, True, False, True])))
 @distributed(2)
 def test_a_model_that_is_gone_leaves_no_parameters(strategy, used):
     _, sharded = pair(strategy)
@@ -121,8 +120,7 @@ def of_blocks(kind: type[nn.Module]) -> Callable[[], Net]:
     return make
 
 
-@pytest.mark.parametrize("known", [0, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "known"), list(zip(STRATEGIES, [0, 0, 3, 3])))
 @distributed(2)
 def test_a_penalty_on_weights_that_forward_kept(strategy, known):
     """`known`: steps before, from which the pool has a plan. Freed memory that is read ends the interpreter."""
@@ -180,8 +178,10 @@ class Codebook(nn.Module):
         return x + self.mix(near)
 
 
-@pytest.mark.parametrize("kind", ["clamp", "codebook"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [*zip(STRATEGIES, ["codebook", "codebook", "clamp", "clamp"]), ("optim_grads_params", "codebook")],
+)
 @distributed(2)
 def test_weights_that_forward_itself_writes(strategy, kind):
     plain, sharded = pair(strategy, Clamping if kind == "clamp" else of_blocks(Codebook))
@@ -208,8 +208,7 @@ def test_weights_that_forward_writes_where_computation_has_another_dtype(strateg
     right_or_refused(program, r"leave\.weight")
 
 
-@pytest.mark.parametrize("then", ["nothing", "a pass", "a step and a pass"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_pairs(strategy=["optim", "optim_grads_params"], then=["nothing", "a pass", "a step and a pass"])
 @distributed(2)
 def test_weights_that_are_written_under_the_users_unshard(strategy, then):
     plain, sharded = pair(strategy)
@@ -292,8 +291,7 @@ def test_a_hook_that_a_forward_registers_on_a_sharded_parameter_is_refused_in_th
     assert net.gain.grad is None
 
 
-@pytest.mark.parametrize("way", ["backward", "grad"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "way"), list(zip(STRATEGIES, ["backward", "grad", "backward", "grad"])))
 @distributed(2)
 def test_gradients_that_are_asked_for_by_parameter(strategy, way):
     plain, sharded = pair(strategy)
