@@ -15,8 +15,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     `arguments`: the words after `weft`. Default: the arguments of this process. The exit codes are 0 for success, 1 for
-    a failure at run time or for faults that `weft check` found, 2 for an invalid command or configuration, 3 for
-    training that was interrupted and saved, and 4 for training that was interrupted before anything was saved.
+    a failure at run time, for faults that `weft check` found and for an interrupted command other than training, 2 for
+    an invalid configuration, 3 for training that was interrupted and saved, and 4 for training that was interrupted
+    before anything was saved. Raises SystemExit with code 2 for an invalid command.
     """
     outlive_readers()
     arguments = list(sys.argv[1:] if arguments is None else arguments)

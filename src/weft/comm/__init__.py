@@ -1,4 +1,4 @@
-"""Communication. Code outside of this folder calls no collective of torch and names no backend.
+"""Communication. The other folders call no collective of torch, and no backend decides what they do.
 
 lanes          ordered queues of communication that overlaps with computation
 collectives    the collectives that lanes run, and blocking ones

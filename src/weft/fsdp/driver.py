@@ -1,8 +1,8 @@
 """The interface between drivers and the engine: the calls that a driver may make.
 
 Drivers are hooks, schedules, pipelines and `unshard()`. A driver runs modules in passes, and tells the engine when
-it uses the weights of each unit. The only parts of the engine that a driver imports are this file and `Unit`. The
-engine's plan decides what is gathered, freed and reduced, and in which order.
+it uses the weights of each unit. A driver that runs whole modules needs only this file and `Unit`. The engine's plan
+decides what is gathered, freed and reduced, and in which order.
 
 call                                 meaning
 -----------------------------------  ------------------------------------------------------------------------------

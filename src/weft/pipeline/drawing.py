@@ -32,7 +32,7 @@ MEANINGS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "back
 MOST_LINES = 60
 """If a drawing with labels would have more lines than this, the labels are left out."""
 MOST_DRAWN = 240
-"""A drawing ends after this many lines."""
+"""A drawing ends after this many lines, but has at least one row for each rank."""
 
 
 class Drawing:
