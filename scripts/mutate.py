@@ -4,8 +4,8 @@
 
 A mutation is applied to a copy of `src` in a temporary folder, and its test runs against that copy in a separate
 process. Before that, all named tests must pass against an unchanged copy. With `--after-tests`, for a checkout whose
-tests have just passed, one named test of each file must: it shows that tests of the file pass here. The exit code is 1 if one of them fails, if a
-mutant survives, if its test gives no answer, or if the text to replace is not in the source exactly once.
+tests have just passed, one named test of each file must. The exit code is 1 if one of them fails, if a mutant survives,
+if its test gives no answer, or if the text to replace is not in the source exactly once.
 
 | to                                       | look into                 |
 |------------------------------------------|---------------------------|

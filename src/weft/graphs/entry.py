@@ -21,8 +21,8 @@ class Graphs(Settings):
     - `modules`: further modules to capture: their names in the root's `named_modules()`, or a predicate of name and
       module. A chosen module must not contain another chosen module or a separately sharded one (a unit).
     - `warmup`: the number of passes that run eagerly before parts are captured. The count starts again with each new
-      memory plan (the layout of the buffers for gathered weights). A forward with its
-      backward, an evaluation and a call of a schedule count as one pass each.
+      memory plan (the layout of the buffers for gathered weights). A forward with its backward, an evaluation and a
+      call of a schedule count as one pass each.
     - `backend`: "cuda" (None means the same) or "tape". "tape" replays the operators one by one on the CPU. Use it
       to test captures without a GPU. It saves no time.
     """
