@@ -38,7 +38,7 @@ def test_the_check_of_a_gpu_runs_without_one_and_reports_each_part(tmp_path):
         assert len(replays) == len(sizes) and all(replays), "the rows of graphs are of replays"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_part_that_fails_is_in_the_report_and_in_the_exit_status(tmp_path):
     broken = tmp_path / "python"
     fails, runs = "*pytest*) echo no such luck; exit 3;;", "*bench*) echo measured; exit;;"

@@ -38,14 +38,14 @@ MUTATIONS = [
         "_divided",
         "each.clone()",
         "each",
-        STEPS + "test_large_parameters_step_over_local_parts_bit_for_bit[2-AdamW]",
+        STEPS + "test_large_parameters_step_over_local_parts_bit_for_bit[2-AdamW, all options]",
     ),
     Mutation(
         "large parameters are stepped as a whole",
         "_piece_counts",
         "1 if whole else max(1, -(-parameter.numel() // size))",
         "1",
-        STEPS + "test_large_parameters_step_over_local_parts_bit_for_bit[2-AdamW]",
+        STEPS + "test_large_parameters_step_over_local_parts_bit_for_bit[2-AdamW, all options]",
     ),
     Mutation(
         "an optimizer step does not increment version counters",

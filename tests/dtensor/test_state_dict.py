@@ -233,6 +233,7 @@ def loaded_on_two_ranks(folder, expected):
         torch.testing.assert_close(whole(net)["weights"], expected[saves.__name__])
 
 
+@pytest.mark.long
 def test_training_goes_on_after_loading_on_another_number_of_ranks(pool, tmp_path):
     expected = pool.run(4, saved_on_four_ranks, str(tmp_path))[0]
     pool.run(2, loaded_on_two_ranks, str(tmp_path), expected)

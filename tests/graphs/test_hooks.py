@@ -82,7 +82,7 @@ def compare(steps: int = 6, microbatches: int = 1, **options):
     return weft.graph_report(net)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_twenty_steps_with_graphs_are_those_without():
     report = compare(20)
@@ -112,7 +112,7 @@ def test_every_strategy_and_precision_has_the_numbers_of_eager_calls(options, mi
     assert report["captures"] == 3 and report["replays"] >= 9 * microbatches, report
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_replicated_shards_have_the_numbers_of_eager_calls():
     report = compare(6, 2, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")))

@@ -52,7 +52,7 @@ def test_the_pattern_table_lists_every_symbol_with_its_key_and_its_file():
 
 def test_the_listed_keys_are_those_of_the_model():
     (listing,) = (block for block in blocks("") if "embedding.weight" in block)
-    (pattern,) = re.findall(r"`(\S+)` has\n", PAGE)
+    (pattern,) = re.findall(r"`(\S+)` has these keys:\n", PAGE)
 
     def spelled_out(line):
         braces = re.search(r"{(.*)}", line)

@@ -38,7 +38,7 @@ def run_plain(whole: HybridModel, recipe: Quantization, parts: list) -> list[tor
     return [loss.detach() for loss in losses]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_experts_of_other_ranks_and_delayed_weight_gradients_equal_one_process():
     rank, halves = dist.get_rank(), list(zip(*(each.chunk(4) for each in ROWS)))

@@ -47,7 +47,7 @@ def build(meshes, strategy, fused):
     return weft.models.shard(model, meshes, strategy=strategy)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_modules_that_add_to_main_grad_find_it_in_every_step_that_needs_it():
     meshes = weft.init_meshes("cpu", ep=2)

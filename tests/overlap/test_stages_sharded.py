@@ -272,7 +272,7 @@ def goes_on_elsewhere(folder, cfg, begins, others):
         torch.testing.assert_close(trained(other, theirs, schedule), losses[1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_a_checkpoint_of_stages_loads_in_one_piece_and_in_other_stages(tmp_path):
     pieces = weft.init_meshes("cpu", pp=2)

@@ -112,7 +112,7 @@ SGD = ["optimizer.name=SGD", "optimizer.options={momentum = 0.9}"]
         ([], FLAT),
         pytest.param(FLAT, [], marks=pytest.mark.long),
         pytest.param(SGD, SGD, marks=pytest.mark.long),
-        (MUON, MUON),
+        pytest.param(MUON, MUON, marks=pytest.mark.long),
     ],
 )
 def test_every_optimizer_resumes_bit_for_bit(pool, tmp_path, before, after):

@@ -123,6 +123,7 @@ def train_with_a_measurement_that_fails(path, directory, changes):
         return train_on(path, directory, changes, stop_at=2)[-1]
 
 
+@pytest.mark.long
 def test_a_step_that_cannot_be_measured_or_kept_ends_no_run_and_a_line_says_why(pool, tmp_path):
     path = write_config(tmp_path, train__steps=2, train__validate_every=0, checkpoint__every=0, **MODEL)
     changes = ["sharding.pp=2", "train.pipeline_schedule=dualpipev", "sharding.strategy=optim_grads"]

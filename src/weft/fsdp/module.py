@@ -250,11 +250,9 @@ class FSDPModule:
         unit_of(self).unshard_in_backward = _switch("set_unshard_in_backward", unshard_in_backward)
 
     def reset_iter_state(self) -> None:
-        """Clean up the model after an exception in forward or backward. Without this call, the next pass cleans up.
-
-        A failed backward drops all gradients and sets every `.grad` to None. A failed forward keeps every `.grad`. This
-        call also drops gradients of earlier backwards that are not reduced yet. Without it, they survive a failed
-        forward."""
+        """Clean up the model after an exception in forward or backward. Without this call, the next pass cleans up. A
+        failed backward drops all gradients and sets every `.grad` to None. A failed forward keeps every `.grad`, and
+        this call drops gradients of earlier backwards that are not reduced yet. Without it, they survive."""
         runtime_of(self).reset()
 
 
