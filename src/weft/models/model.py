@@ -254,6 +254,21 @@ class HybridModel(nn.Module):
                 scores = self.output_layer(positions.whole)
         return scores if self.cfg.logits_scaling == 1 else scores / self.cfg.logits_scaling
 
+    def _check_cache(self, cache: Cache, rows: int) -> None:
+        states = [cache[module] for module in self.modules() if module in cache]
+        if not states:
+            raise ValueError(
+                "the cache has states of another model's layers, or of copies of this model's: copy.deepcopy also "
+                "copies the layers, which are its keys; copy it as {layer: dict(state) for layer, state in "
+                "cache.items()}, and begin with an empty dict for each model"
+            )
+        known = next((tensor.shape[0] for state in states for tensor in state.values()), rows)
+        if known != rows:
+            raise ValueError(
+                f"tokens has {rows} rows and the cache {known}: each row continues the same row of earlier calls; "
+                f"begin with an empty dict for other rows"
+            )
+
     def _to_read(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Return the tokens to read, usually `tokens`. If these change the rotation of earlier positions, empty the
         cache and return the whole sequence."""
@@ -295,10 +310,10 @@ class HybridModel(nn.Module):
         losses of routers and prediction depths are added to it.
 
         Raises `ValueError` for `documents` that do not have the shape of `tokens`, for `documents` together with a
-        cache, for a cache that holds only states of other models, and for `depths` together with labels or a cache.
-        With tensor parallelism, raises it for any cache. With context parallelism, raises it for a batch that is not
-        from `context_part`. Raises `TypeError` for `documents` of a wrong type. Raises `RuntimeError` if the model is
-        cut into pipeline stages on several ranks.
+        cache, for a cache that holds only states of other models or has a different number of rows, and for `depths`
+        together with labels or a cache. With tensor parallelism, raises it for any cache. With context parallelism,
+        raises it for a batch that is not from `context_part`. Raises `TypeError` for `documents` of a wrong type.
+        Raises `RuntimeError` if the model is cut into pipeline stages on several ranks.
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(
@@ -312,12 +327,8 @@ class HybridModel(nn.Module):
             raise ValueError(f"tp={self.ranks.size}: a cache needs whole layers; generate with a model without tp")
         if documents is not None and cache is not None:
             raise ValueError("documents with a cache: a cache continues one sequence per row; leave one out")
-        if cache and not any(module in cache for module in self.modules()):
-            raise ValueError(
-                "the cache has states of another model's layers, or of copies of this model's: copy.deepcopy also "
-                "copies the layers, which are its keys; copy it as {layer: dict(state) for layer, state in "
-                "cache.items()}, and begin with an empty dict for each model"
-            )
+        if cache:
+            self._check_cache(cache, tokens.shape[0])
         read = tokens if cache is None else self._to_read(tokens, cache)
         x_BSD, losses = self.decoder(self.embed(read, documents), cache, documents)
         if cache is not None and self.decoder.scaling_by_length is not None:

@@ -132,3 +132,11 @@ def test_a_cache_is_copied_layer_by_layer_and_one_of_copied_layers_is_refused():
     assert_close(model(tokens[:, 5:], cache=branch), model(tokens)[:, 5:], rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match=r"copies of this model's: copy.deepcopy also copies the layers"):
         model(tokens[:, 5:], cache=deep)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_cache_of_another_number_of_rows_is_refused(rows):
+    model, cache = HybridModel(small("[*-]M")), {}
+    model(torch.randint(37, (2, 5)), cache=cache)
+    with pytest.raises(ValueError, match=f"tokens has {rows} rows and the cache 2"):
+        model(torch.randint(37, (rows, 1)), cache=cache)
