@@ -3,8 +3,8 @@
     hidden -> [enter] -> x -> layer -> ... -> layer -> [leave] -> hidden -> the next depth, or the head
                  +-> previous, for the head
 
-`enter` also returns `previous`, the hidden states before the depth, for the head. The backward of `enter` sums the
-gradients of x and of `previous`, so that backward visits the earlier graph once.
+`enter` also returns `previous`, the hidden states before the depth, which the head needs. The backward of `enter` sums
+the gradients that reach the input through x and `previous`, so the earlier graph is traversed only once.
 """
 
 from collections.abc import Sequence

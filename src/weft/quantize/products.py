@@ -108,7 +108,7 @@ def missing_product(
 
 @cache
 def _kernel_failure(kind: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return the error of torch's kernel for a small product, tried once per device, or None if the kernel works."""
+    """Try torch's kernel on a small product. Return the first line of its exception, or None if the kernel works."""
     recipe = Quantization(kind, (1, 0) if kind == "rowwise" else (0, 0))  # type: ignore[arg-type]
     side = 2 * MULTIPLE
     x, weight = torch.ones(2, side, side, dtype=dtype, device=device)

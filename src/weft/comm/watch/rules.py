@@ -128,7 +128,7 @@ def patience(stuck: Iterable[State]) -> float:
 
 
 def sayings(stuck: Mapping[int, State], picture: Picture) -> dict[int, str]:
-    """Return each stuck rank's text in the error: what it does, or what it waits for and which ranks never began it."""
+    """Return each stuck rank's error text: what it is doing, or what it awaits and which ranks never began that."""
     said = {rank: state.name for rank, state in stuck.items()}
     for rank, state in stuck.items():
         if state.doing == "waits":

@@ -11,10 +11,10 @@ _ROUNDS = 4
 
 
 def shuffled(positions: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Return the numbers at `positions` of an endless shuffled order: int64 of the same shape, in 0 .. count-1.
+    """Return the numbers at `positions` of an endless sequence of shuffles of 0 .. count-1.
 
-    `positions`: integers, not negative. Position p is in epoch p // `count`. Each epoch is another permutation of
-    0 .. count-1. `seed` determines all epochs.
+    `positions`: non-negative integers. Position p is in epoch p // `count`. Each epoch has its own permutation of
+    0 .. count-1. `seed` determines all epochs. The result is int64 and has the shape of `positions`.
     """
     positions = np.asarray(positions, dtype=np.uint64)
     epochs, places = np.divmod(positions, np.uint64(count))

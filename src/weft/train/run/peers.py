@@ -50,7 +50,8 @@ class Peers:
 
     @property
     def store_is_silent(self) -> bool:
-        """Whether the store has left a request unanswered for 5 seconds. Addresses of some ranks are then unknown."""
+        """Whether the store has left a request unanswered for 5 seconds. If so, the addresses of some ranks are
+        unknown."""
         return self._asked is not None and time.monotonic() - self._asked > _ANSWER_S
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class DataConfig:
     validation_factory: str = ""
     """With `factory`: the same kind of function for the validation data."""
     cache_dir: str = ""
-    """Folder for the tokens of texts, kept for later runs; empty: weft's folder in the user's cache directory."""
+    """Cache folder for tokenized texts; empty: weft's folder in the user's cache directory."""
 
     def __post_init__(self) -> None:
         require("data.sequence_length", self.sequence_length, self.sequence_length >= 1, "must be at least 1")
