@@ -73,7 +73,7 @@ UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
 
 
 def is_users(holder: Any) -> bool:
-    """Return whether `holder` is the user's `unshard()` of the held unit, or of a unit tied to it."""
+    """Return whether `holder` comes from a user's call to `unshard()`, on the unit it holds or on one tied to it."""
     return holder is USER or (isinstance(holder, TiedHold) and is_users(holder.holder))
 
 

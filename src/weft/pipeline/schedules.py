@@ -55,10 +55,10 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
 
 
 def combined(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return the table of `interleaved` with one more forward at the start of each rank. Each remaining forward runs as
-    a pair with the backward after it.
+    """Return the table of `interleaved`, except that each rank's warm-up is one forward longer. Each later forward is
+    paired with the backward that follows it.
 
-    Without the additional forward, each backward of the last rank would need the result of the forward in its own pair.
+    With the shorter warm-up, each backward of the last rank would need the result of the forward in its own pair.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=1)
     return Table("combined", tuple(tuple(_paired(row)) for row in rows), chunks, microbatches)
