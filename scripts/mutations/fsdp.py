@@ -197,6 +197,30 @@ MUTATIONS = [
         + "test_users.py::test_a_backward_through_weights_that_a_step_has_changed_raises_as_in_one_process[2-optim]",
     ),
     Mutation(
+        "the gradient of a parameter from before sharding is silently lost",
+        "retire",
+        "if original.requires_grad: ...",
+        "",
+        "fsdp/test_originals.py::"
+        "test_a_forward_that_computes_with_a_parameter_from_before_sharding_is_refused_in_backward[2]",
+    ),
+    Mutation(
+        "a recomputation of one of a unit's modules waits for the others",
+        "HookDriver._finish",
+        "len(self._entered) == len(self.unit.modules) or (self._call is not None and in_backward())",
+        "len(self._entered) == len(self.unit.modules)",
+        SEAMS
+        + "test_holds.py::test_a_unit_of_two_modules_may_recompute_one_of_them_or_each_by_itself[2-optim_grads_params]",
+    ),
+    Mutation(
+        "a unit whose first module records no graph has no backward",
+        "HookDriver._enter",
+        "self._call is None and torch.is_grad_enabled()",
+        "self._call is None and not self._entered and torch.is_grad_enabled()",
+        SEAMS
+        + "test_holds.py::test_a_unit_of_two_modules_may_recompute_one_of_them_or_each_by_itself[2-optim_grads_params]",
+    ),
+    Mutation(
         "parameters frozen before a backward get gradients",
         "GroupGradients.pack",
         "not each.sharded.requires_grad",

@@ -44,6 +44,27 @@ def test_a_write_to_a_parameter_from_before_sharding_is_refused_and_its_values_c
     torch.testing.assert_close(nets.full(model.up.weight.detach()), values)
 
 
+class Keeps(nn.Module):
+    """Computes with the parameter objects that its layer had when it was built."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.kept = [self.layer.weight, self.layer.bias]
+
+    def forward(self, x):
+        return nn.functional.linear(x, *self.kept)
+
+
+@distributed(2)
+def test_a_forward_that_computes_with_a_parameter_from_before_sharding_is_refused_in_backward():
+    model = weft.fully_shard(Keeps())
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match=r"'layer\.(weight|bias)' .*from before fully_shard.*Get the parameter from"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
 @distributed(2)
 def test_a_parameter_from_before_sharding_is_known_again_as_tied():
     one, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)

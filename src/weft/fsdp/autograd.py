@@ -16,7 +16,8 @@ raises an error without its name. Therefore weft wraps torch's function that run
 
 Other code may still hold the original parameters (`Original`), which `fully_shard` has replaced. Their values, shapes
 and attributes stay as they were. In-place writes raise, because they would not reach the model. Reading `.grad` also
-raises. Otherwise, an optimizer that was built before sharding would silently train nothing.
+raises. Otherwise, an optimizer that was built before sharding would silently train nothing. A backward that reaches an
+original parameter raises too: a forward that computed with it would use the first values forever.
 """
 
 import functools
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import unserializable_hook
 
 from weft.debug import guard
 from weft.dtensor.uneven import local_of
@@ -188,7 +190,8 @@ HARMLESS = frozenset(
 
 
 class Original:
-    """Mixin for the class of a parameter that a sharded one replaced. Uses of `.grad` and writes raise RuntimeError."""
+    """Mixin for the class of a parameter that a sharded one replaced. Uses of `.grad`, writes and a backward that
+    reaches the parameter raise RuntimeError."""
 
     __slots__ = ()
 
@@ -199,14 +202,20 @@ class Original:
             if attribute == "grad" or _WRITES.fullmatch(name):
                 held = next((each for each in tree_leaves((args[:1], kwargs)) if isinstance(each, Original)), None)
                 if held is not None:
-                    record = record_of(held)
                     raise RuntimeError(
-                        f"{'a parameter' if record is None else f'parameter {record}'} is a parameter from before "
-                        "fully_shard, which replaced it by a sharded one: an optimizer step or a write on the old one "
-                        "never reaches the model. Build the optimizer after fully_shard, from model.parameters(), and "
-                        "get the parameters from their modules again"
+                        f"{_original(held)}: an optimizer step or a write on the old one never reaches the model. "
+                        f"Build the optimizer after fully_shard, from model.parameters(), and get the parameters from "
+                        f"their modules again"
                     )
             return func(*args, **(kwargs or {}))
+
+
+def _original(held: Any) -> str:
+    record = None if held is None else record_of(held)
+    return (
+        f"{'a parameter' if record is None else f'parameter {record}'} is a parameter from before fully_shard, which "
+        f"replaced it by a sharded one"
+    )
 
 
 _WRITES = re.compile(
@@ -215,8 +224,19 @@ _WRITES = re.compile(
 
 
 def retire(original: nn.Parameter) -> None:
-    """Make writes to `original` and uses of its `.grad` raise (`Original`). Errors name it by `record_of(original)`."""
+    """Make writes to `original`, uses of its `.grad` and its gradients raise (`Original`). Errors name it by
+    `record_of(original)`."""
+    if original.requires_grad:
+        original.register_hook(unserializable_hook(functools.partial(_refuse_gradient, weakref.ref(original))))
     original.__class__ = _subclass(Original, type(original))
+
+
+def _refuse_gradient(original: weakref.ref[nn.Parameter], gradient: torch.Tensor) -> None:
+    with behind_classes():
+        raise RuntimeError(
+            f"{_original(original())}: the forward computed with the old one, which a module or a function has kept, "
+            f"so its gradient never reaches the model. Get the parameter from its module in each forward"
+        )
 
 
 @functools.cache

@@ -193,10 +193,10 @@ class HookDriver:
                 if observed():
                     self._stretch = Stretch(unit.name, "forward")
                 engine.use(unit, self._hold, self.forward_prefetch and alive(self.forward_prefetch))
-                self._call = ForwardCall(self, engine) if torch.is_grad_enabled() else None
             args, kwargs = unit.policy.cast_inputs((args, kwargs))
             finish = _nothing
-            if self._call is not None and not self._entered:  # the backward of the call ends at these inputs
+            if self._call is None and torch.is_grad_enabled():  # the backward of the call ends at these inputs
+                self._call = ForwardCall(self, engine)
                 args, kwargs, finish = _marked(self._call, args, kwargs)
             self._entered.add(id(module))
             return args, kwargs, finish
@@ -210,7 +210,8 @@ class HookDriver:
             if finish is not _nothing:
                 finish()
             output = self._marked_output(output)
-            if len(self._entered) == len(self.unit.modules):
+            # A recomputation may call only some of the unit's modules. Each of them then is a call of its own.
+            if len(self._entered) == len(self.unit.modules) or (self._call is not None and in_backward()):
                 self._leave(engine)
         except BaseException as error:
             self._fail(engine, error)

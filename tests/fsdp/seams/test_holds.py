@@ -1,6 +1,6 @@
 """Who holds a unit's weights keeps them: the user's `unshard()`, a root that gives its weight away, two parents."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from tests.fsdp import nets
@@ -352,3 +353,38 @@ def test_a_weight_that_a_user_reads_under_his_own_unshard_takes_part_in_the_loss
             step(optimizers)
 
     right_or_refused(train, r"blocks\.0")
+
+
+class InParts(nn.Module):
+    """`first` and `second` are one unit; those that `recomputed` names are recomputed, each by itself."""
+
+    def __init__(self, recomputed: Collection[str], reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+        self.recomputed, self.reentrant = recomputed, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        for name in ("first", "second"):
+            layer = getattr(self, name)
+            x = checkpoint(layer, x, use_reentrant=self.reentrant) if name in self.recomputed else layer(x)
+            x = x.tanh()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@distributed(2)
+def test_a_unit_of_two_modules_may_recompute_one_of_them_or_each_by_itself(strategy):
+    for recomputed in (["first"], ["second"], ["first", "second"]):
+        for reentrant in (False, True):
+            plain, sharded = InParts(recomputed, reentrant), InParts(recomputed, reentrant)
+            weft.fully_shard([sharded.first, sharded.second], strategy=strategy)
+            weft.fully_shard(sharded, strategy=strategy)
+            optimizers = sgd(plain, sharded)
+            for batch in torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1)):
+                backward(plain, sharded, lambda net, rows, rank: net(rows), batch)
+                assert_gradients(sharded, plain)
+                step(optimizers)
+            assert_weights(sharded, plain)
+            assert all(role["live"] == 0 for role in weft.memory_report(sharded)["transient"].values())

@@ -23,8 +23,8 @@ class Gloo:
 
     # Round numbers for processes on one machine. Their product, 4 MB, is the size below which messages are bundled. A
     # message between idle processes takes only 0.3 to 0.5 ms. But while every core computes, gloo's thread waits for a
-    # core, and a pass with 1 MB units is fastest with messages of 4 to 8 MB. Between machines, latency and bandwidth
-    # are those of the network, and their product is smaller.
+    # core, and a pass with 1 MB units is fastest with messages of 4 to 8 MB. Between machines, the network determines
+    # latency and bandwidth, and their product is smaller.
     capabilities = Capabilities(tags=True, helpers=True, bundles=True, latency=2e-3, bandwidth=2e9)
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:

@@ -7,8 +7,8 @@ what it has issued. `rules` decides which ranks are stuck, even after exceptions
     a rank can join the collective that another rank waits for     it joins
     no rank can join                                               CollectiveMismatch on every rank that waits in weft
 
-A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds others stuck asks all
-ranks to publish again, and uses only the answers. A rank whose state is then unchanged has waited all the time.
+A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds stuck ranks asks all
+ranks to publish again, and uses only the answers. A rank that answers with an unchanged state has waited all the time.
 
 Without long waits, the detector costs a few assignments and a lock per wait, and a check every tenth of a second. After
 a rank has joined a collective of other ranks, all ranks check more often, because that rank will probably join one more
@@ -78,7 +78,7 @@ class HangDetector:
         self.joins = 0
         """The number of collectives that this rank joined only because others waited for it."""
         self.subject = ""
-        """The name of the unit to which collectives belong now."""
+        """The name of the unit that the next collectives belong to."""
         self._store = dist.distributed_c10d._get_default_store()
         self._rank = dist.get_rank()
         # Earlier worlds may have left states in the same store. Therefore the store numbers the worlds. If processes

@@ -10,7 +10,7 @@
                                                                    it is unknown which
     had an exception in a pass, and has    the exception         perhaps: code may      nothing has changed for
       run nothing in weft since                                    catch it               `ABANDONED_S`
-    has exited                             that, and why         never                  immediately
+    has exited                             that it exited, why   never                  always
 
 An exception on one rank does not raise an error on other ranks by itself. It appears in the error of a rank that waits
 for a collective that the failed rank never began. A rank that has caught an exception, and then waits or computes, is
@@ -63,7 +63,7 @@ Doing = Literal["waits", "elsewhere", "failed", "ended"]
 class State(NamedTuple):
     """The published state of a rank: what it is `doing`, and in `issued` how many collectives of each key have begun.
     `name`: a description for errors. `key`, `number`, `ranks`: the collective for which it waits. `token`: different
-    for each wait. `heard`: the number of requests that the rank has read, each to publish again. `failed`: the
+    for each wait. `heard`: how many requests to publish again it has read. `failed`: the
     exception that ended its last pass. "" if there was none, or if `doing` is "waits" or "ended"."""
 
     doing: Doing

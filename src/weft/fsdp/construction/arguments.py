@@ -182,7 +182,7 @@ def _checked_ignored(parameters: Any) -> set[int]:
 
 
 def _default_mesh(modules: list[nn.Module]) -> DeviceMesh:
-    """Return a mesh of all ranks on the parameters' device. If it is the CPU or meta, use CUDA if ranks can use it."""
+    """Return a mesh of all ranks on the parameters' device. If they are on CPU or meta, use CUDA if possible."""
     if not dist.is_initialized():
         raise ValueError(
             "fully_shard needs a process group: call torch.distributed.init_process_group, or use torchrun"

@@ -2,7 +2,7 @@
 exist only while `fully_shard` shards it.
 
 Each module with parameters or buffers on the meta device gets memory, and `reset_parameters()` fills it. Children
-precede parents, as in constructors. Units that are sharded in the order of the model's construction therefore draw the
+are filled first, as in constructors. Units that are sharded in the order of the model's construction therefore draw the
 same random numbers as on a real device. All ranks take rank 0's values, even if their random generators differ.
 
 Tensors on a real device, such as weights that were loaded with `assign=True`, keep their values: `reset_parameters()`
@@ -11,7 +11,7 @@ if memory is left unfilled.
 
 If a module has no `reset_parameters()`, its parameters are sharded unfilled, and its buffers stay on the meta device.
 The model's `init_weights()` or a state dict fills the shards later. `model.to_empty(device=...)` allocates only the
-buffers. The first pass raises an error if a parameter or buffer is still unfilled.
+buffers. The first pass raises an error if a parameter is still unfilled or a buffer is still on the meta device.
 
 A tied parameter is filled once, by the first module that can fill it. A tensor-parallel parameter is filled as a whole,
 as in a single process, and each rank keeps its slice. A module that can fill slices, such as experts, sets

@@ -53,8 +53,8 @@ class Members:
         parallel = checked_parameter(parameter, mesh, request.device, where, replicas)
         if parallel is None and any(getattr(owner(), "differs_between_ranks", False) for owner, _ in slot.owners):
             raise ValueError(
-                f"{where} differs between ranks: other ranks hold other experts, which norms, checkpoints and a mesh "
-                f"of these ranks would take for the same. Call experts.spread(mesh of these ranks) before fully_shard"
+                f"{where} differs between ranks: other ranks hold other experts, but norms, checkpoints and a mesh "
+                f"of these ranks would treat them as equal. Call experts.spread(mesh of these ranks) before fully_shard"
             )
         recipe = recipe_of(parameter, name, slot.owners, parallel, request.policy, request.device)
         reshard = request.reshard_after_forward
@@ -196,8 +196,8 @@ def _refuse_shared_memory(owners: dict[nn.Module, str], found: dict[nn.Parameter
 
 
 def _span(tensor: torch.Tensor) -> tuple[str, int, int] | None:
-    """Return the device, the start and the end address of `tensor`. Return None if it has no memory (a meta tensor, an
-    empty or freed one), is not strided or of a subclass, or if other tensors may lie in gaps of it."""
+    """Return the device, the start and the end address of `tensor`. Return None if it has no memory (meta, empty or
+    freed), is not strided, is of a subclass, or has gaps between its elements in which other tensors may lie."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
     if tensor.layout is not torch.strided:

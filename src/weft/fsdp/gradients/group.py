@@ -1,12 +1,14 @@
 """The gradients of one parameter group: autograd's gradients are packed, reduced and published as `.grad`.
 
     buffer    lives       placement    dtype        holds
-    packed    briefly     Partial      reduce       this rank's gradients
-    main      always*     optimizer    main_grad    reduced gradients; `.grad` of the sharded parameters
+    packed    briefly     Partial      reduce*      this rank's gradients
+    main      always**    optimizer    main_grad    reduced gradients; `.grad` of the sharded parameters
 
-    *   from the first reduction on
+    *   main_grad while several backwards accumulate, or if the reduce dtype has less range than the compute dtype
+    **  from the first reduction on
 
-`TRANSITIONS` has the states of a group's gradients. The owner of `main` is described in `weft.fsdp.gradients.main`.
+`TRANSITIONS` has the states of a group's gradients. `weft.fsdp.gradients.main` describes when the
+user owns `main`, and when the engine owns it.
 """
 
 import enum
@@ -48,7 +50,7 @@ TRANSITIONS = {  # caused by: what happens
     (Where.SUMMED, "pack"): Where.PACKED,  # a further microbatch
     (Where.REDUCED, "pack"): Where.PACKED,  # a unit that is reduced twice in one backward
     (Where.PACKED, "reduce"): Where.ON_THE_WAY,  # its turn: the reductions start; `main` belongs to the engine
-    (Where.ON_THE_WAY, "arrive"): Where.REDUCED,  # a need for room: the transient memory is freed
+    (Where.ON_THE_WAY, "arrive"): Where.REDUCED,  # a need for room, or the pass ends: transient memory is freed
     (Where.ON_THE_WAY, "wait"): Where.SUMMED,  # the same, if the outer axis waits for the last microbatch
     (Where.REDUCED, "publish"): Where.NOWHERE,  # the end of a backward: `main` becomes `.grad`; the user owns it
 }
@@ -96,7 +98,7 @@ class GroupGradients:
         return self._stages[0].buffer is not None
 
     def accumulates(self, finishing: bool = True) -> bool:
-        """Return whether gradients wait for a reduction. `finishing=False`: for a reduction over the shard axis."""
+        """Return whether gradients wait for a reduction. `finishing=False`: ask only about the shard axis."""
         return self.where is Where.PACKED or (finishing and self.where is Where.SUMMED)
 
     # --- gradients that modules write ---------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ class GroupGradients:
 
     @property
     def bucket_kind(self) -> Any:
-        """Process group and dtype of the reduction. Reductions of equal kinds may share a message. None: never."""
+        """Process group and dtype of the reduction. Reductions of equal kinds may share a message, None never does."""
         return self._bucket_kind if self.hook is None and not self.sums_only else None
 
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
@@ -263,7 +265,7 @@ class GroupGradients:
         self.main.publish()
 
     def drop(self) -> None:
-        """Clear every `.grad` after a failed backward. The caller frees buffers by `discard`, after all reductions."""
+        """Clear every `.grad` after a failed backward. After all reductions, `discard` frees the buffers."""
         self._forget()
         self.main.drop()
 

@@ -28,7 +28,7 @@ class MainGradients:
         self._parameters = parameters
         self._windows: dict[tuple[int, int], torch.Tensor] = {}
         self._storage: Any = None
-        self._uses = 0  # the use count of the storage without tensors of other code
+        self._uses = 0  # the storage's use count while no other code has tensors in it
         self._is_claimed = False  # whether the gradients belong to the engine
 
     def claim(self) -> tuple[FlatBuffer, bool]:
@@ -53,10 +53,10 @@ class MainGradients:
         ]
 
     def _exclusive(self, kept: Sequence[ShardedParameter], *, renewed: bool) -> FlatBuffer:
-        """Return the buffer. It is in new memory if other code holds published tensors that are no longer `.grad`. The
-        gradients of `kept` parameters stay. If there are any, the other parameters' gradients become zeros. `renewed`:
-        whether another backward will overwrite the buffer. If so, and if not all parameters are `kept`, views that
-        other code has of published gradients also lead to new memory."""
+        """Return the buffer. It moves to new memory if other code holds published tensors that are no longer `.grad`.
+        The gradients of `kept` parameters keep their values. If `kept` is not empty, the other gradients become zeros.
+        `renewed`: a backward will write to the buffer. It then also moves if other code has views of published
+        gradients, unless all parameters are `kept`."""
         old = self.buffer
         stays = set(kept)  # usually all or none
         dropped = [each for each in self._parameters if each not in stays] if kept else self._parameters
@@ -137,7 +137,7 @@ class MainGradients:
         present = []
         for each in self._parameters:
             state, own = each.gradient, each.sharded
-            if own._backward_hooks:  # registered in this pass; the next pass raises before it begins
+            if own._backward_hooks:  # registered during this pass: earlier hooks raise when a pass begins
                 raise RuntimeError(f"{each}: {never_runs(own)}")
             if state.present or state.withdrawn:
                 theirs, mine = own.grad, state.handed
@@ -160,4 +160,4 @@ class MainGradients:
 
 _ONE = GradientState(handed=object())
 _ALONE = sys.getrefcount(_ONE.handed)
-"""The result of `sys.getrefcount` for an object with one reference; torch's tensors count references of C++ too."""
+"""The result of `sys.getrefcount` for an object with one reference. A tensor's count includes references from C++."""

@@ -12,8 +12,9 @@ quantized full weights: float8 parameters. They are views of the codes in a grou
 
     | e4m3 codes of all weights, in the order of the layout | scales |
 
-Their gradients have the compute dtype. `F.linear` and `F.grouped_mm` find a weight's scales by its parameter. All other
-operators raise TypeError, because codes have no meaning without scales.
+Their gradients have the compute dtype. `F.linear` and `F.grouped_mm` find a weight's scales by its parameter. Other
+operators that read values raise TypeError, because codes have no meaning without scales. The exception is a 2-D
+`gradient @ weight` with gradients disabled, as in a custom backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -150,7 +151,7 @@ def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Ten
 
 
 def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantization]:
-    """Return payload, scales and recipe of a full weight, for a product in forward or in `backward`. If forward and
+    """Return a full weight's payload, scales and recipe, for a product in forward or in `backward`. If forward and
     backward use different copies of the weight, and the wrong one is in memory, gather the other one. This happens,
     for example, when a module is recomputed inside its unit's backward. Raises WeightsGone if the memory
     of the weight was freed."""

@@ -25,7 +25,7 @@ from weft.memory.pool import Pool, Transient
 
 
 class GradientStage:
-    """A buffer of gradients to reduce over the mesh axis `axis`: Partial on this axis and those before it."""
+    """A buffer of gradients to reduce over the mesh axis `axis`: Partial on this axis and all axes before it."""
 
     def __init__(self, plan: GroupPlan, axis: int) -> None:
         optimizer = plan.placements.optimizer
@@ -44,7 +44,7 @@ class GradientStage:
         self._latest: FlatBuffer | None = None
         """The buffer that was open last: kept, because the pool returns the same memory in each step."""
         self.views: list[torch.Tensor] = []  # the open buffer's view of each tensor
-        self.padding: list[torch.Tensor] = []  # views of the open buffer's padding, if it is not cut
+        self.padding: list[torch.Tensor] = []  # views of the open buffer's padding; none if it is cut into shards
 
     def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
         """Take memory for the buffer, in the main gradients' dtype if `accumulating`, otherwise in the reduce dtype."""

@@ -4,18 +4,19 @@
     bytes          small small small large small
     bucket         |------ A ------|   -     -       -  gathered in a separate message
 
-A bucket has at most `bucket_bytes`. Large units, and units with other ranks or dtypes, have separate messages.
+A bucket has at most `bucket_bytes` (`prefetch_bytes` if smaller), and its units have the same ranks and compute dtype.
+Larger units, and units whose weights cannot share a message (`ParameterGroup.fits_buckets`), have separate messages.
 
-    use of                      gathers
+    used on this rank           gathers
     --------------------------  -----------------------------------------------------------------------------------
     the first unit of A         A, once per pass; units that are gathered already, or lack memory, drop their result
     another unit of A           nothing: the unit stays gathered until its forward or backward, or the pass, has ended
     a unit of A again           that unit alone: its memory was freed after the first use
-    A on other ranks only       A, whose result is not kept: this rank may be in another pass
+    nothing, but others need A  A, and drops the result: this rank may be in another pass
 
 The buckets depend only on the model. They are the same on all ranks, even if the ranks run different units: ranks that
-need different units of a bucket send the same message. Schedules, and users who name the units to prefetch, gather
-unit by unit.
+need different units of a bucket send the same message. Schedules gather unit by unit, and so
+do passes in which the user names the units to prefetch.
 """
 
 from collections.abc import Sequence

@@ -6,9 +6,10 @@
       pass
     at the end of a      its collectives, parameters with gradients,     a parameter has a gradient if it has one on any
       backward           units that wait for a turn, groups that it      rank; units that wait on any rank are reduced;
-                         trains now, failed graph captures               if the units' order was the same, it is agreed
+                         trains now, failed graph captures               if all ranks had the same order, it is agreed
 
-With `check_collectives=False` the ranks exchange nothing. Each rank then assumes that every possible gradient exists.
+With `check_collectives=False` the ranks exchange nothing. Each rank then assumes that every
+parameter that requires gradients has one.
 """
 
 from collections.abc import Sequence
@@ -86,7 +87,7 @@ class Consensus:
         return late
 
     def reach(self, graphs: CaptureTable | None) -> None:
-        """End a backward: exchange state. Start reductions that are due on any rank and not started on this one."""
+        """End a backward: exchange state. Start reductions that are due on some rank and have not started here."""
         reductions, units, groups = self._reductions, self._units, self._groups
         reductions.complete()
         if not self._agreement.checks:
@@ -124,7 +125,7 @@ class Consensus:
             reductions.agreed = tuple(reductions.arrived)
 
     def _keeps(self, unit: Unit, group: ParameterGroup) -> bool:
-        """Return whether gradients of `group`, which is frozen here, may wait for their reduction on another rank."""
+        """Return whether some rank may have unreduced gradients of `group`, which is frozen on this rank."""
         if not group.agreed:
             return group.trainable
         return not (unit.requires_all_reduce and self._reductions.is_last) or self._reductions.defers(unit)

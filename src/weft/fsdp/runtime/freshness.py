@@ -1,10 +1,10 @@
 """Updates of model weights that are kept separately from the main weights.
 
-    event since the last update                              updated, on all ranks
+    event since the last update                              next update, on all ranks
     -------------------------------------------------------  ---------------------------------------------------------
     no update yet, or the last backward of a step            in the next pass: an optimizer step is expected
     main weights were written, on any rank                   in the next pass: ranks compare version counters and agree
-    none                                                     nothing: a step's passes share one update
+    none                                                     not needed: the passes of a step share one update
 
 For frozen weights of which only the payload is kept (`weft.quantize.payload_only`), no optimizer step is expected. In
 each pass the ranks agree whether any rank has written to these weights or has unfrozen them.
@@ -67,8 +67,8 @@ class Freshness:
         return unit in self.ahead or any(group.is_outdated for group in unit.groups)
 
     def reach(self, unit: Unit) -> None:
-        """Update the units of `ahead` up to `unit`, and one more, whose transfer overlaps with computation. If only
-        another rank's pass uses `unit`, it is not in `ahead`. Then update it and the first unit of `ahead`."""
+        """Update the units of `ahead` up to `unit`, and one more, whose transfer overlaps with computation. If `unit`
+        is not in `ahead`, because only another rank's pass uses it, update it and the first unit of `ahead`."""
         if unit in self.ahead:
             while self._next() is not unit:
                 pass
@@ -110,7 +110,7 @@ def _word_of(group: ParameterGroup) -> int:
     """Return this rank's message about weights of which only the payload is kept: 0, WRITTEN or NEEDED."""
     resting = group.payload_only
     assert resting is not None
-    rewritten = group.is_stale and not group.is_outdated  # outdated: a failed pass left it so
+    rewritten = group.is_stale and not group.is_outdated  # if outdated, a failed pass is the cause, not a write
     needed = resting.is_unfrozen or (rewritten and resting.has_passed)
     resting.has_passed = True
     return PayloadOnly.NEEDED if needed else PayloadOnly.WRITTEN * group.is_stale

@@ -1,6 +1,7 @@
 """Lets a rank join gathers that other ranks wait for, although this rank does not need the weights.
 
-From the first pass on, the hang detector watches all waits. It calls the functions that join these gathers.
+With `check_collectives`, the hang detector watches all waits from the first pass on, and calls the functions that join
+these gathers.
 """
 
 import functools
@@ -34,7 +35,7 @@ class Steps:
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], channel: int) -> None:
-        """`channel`: the model's channel number, under which its counts are published."""
+        """`channel`: the model's channel number, which is part of the key of the published counts."""
         self._groups = groups
         self._key = f"weft/steps/{channel}"
         self._ended = self._here = self._said = 0
@@ -129,8 +130,8 @@ class GatherHelper:
         return self._steps.reached(issued) and self.serve(unit, part)
 
     def serve(self, unit: Unit | None, part: Part | None) -> bool:
-        """Join a gather that only other ranks need: update the model weights of `unit`, and call `part`, each if it
-        is given. Return whether there was anything to do. The hang detector calls this while this rank waits."""
+        """Join a gather that only other ranks need: update the model weights of `unit`, and call `part`. Either may
+        be None. Return whether there was anything to do. The hang detector calls this while this rank waits."""
         was_due = False
         if unit is not None:
             if self._watched_by is not None:

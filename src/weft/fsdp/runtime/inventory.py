@@ -1,12 +1,13 @@
 """Finds trainable parameters that belong to no unit: no rank would reduce their gradients.
 
-Parameters under a root are checked at the beginning of each pass (`Inventory`). If other code has replaced a unit's
-parameter, the unit raises when it registers its own. The first check walks through all modules. Each pass compares
-object identities with those of the last walk, without a Python call per module, and walks again only if they differ.
+Parameters under a root are checked at the beginning of each pass (`Inventory`). The first check walks through all
+modules. Later checks compare object identities with those of the last walk, without a Python call per module, and walk
+again only if these differ. Replaced parameters of a unit are not reported here: the unit raises an error when it next
+registers its parameters.
 
 If the user forgot to call `fully_shard` on the whole model, parameters of modules around the root are in no unit. weft
 does not see these modules. Therefore the graph of each root's first backward is inspected before it runs
-(`look_around`). weft raises an error for such parameters, except those whose gradient the user handles, with hooks,
+(`look_around`). weft raises an error for such parameters, unless the user handles their gradients with hooks,
 `ignored_params`, DDP or FSDP. Parameters of other modules, such as a loss, only cause a warning: the user may reduce
 their gradients.
 """
@@ -39,7 +40,7 @@ _trains = attrgetter("requires_grad")
 
 
 class Inventory:
-    """Finds parameters of `roots`, the modules of the root, if they are in no unit. Has weak references only."""
+    """Finds parameters of `roots`, the root unit's modules, that are in no unit. Holds only weak references."""
 
     def __init__(self, roots: Iterable[nn.Module], units: Sequence[Unit]) -> None:
         """`units`: all units of the model, the root first. Raises RuntimeError as `check` does."""
@@ -50,7 +51,7 @@ class Inventory:
         self._seen: list[int] = []
         self._outside: list[weakref.ref[nn.Parameter]] = []
         """Parameters in no unit. Weak references, because the id of a freed parameter may be reused."""
-        self._frozen: list[weakref.ref[nn.Parameter]] = []  # the parameters among them that must stay frozen
+        self._frozen: list[weakref.ref[nn.Parameter]] = []  # those of `_outside` that must stay frozen
         self._walk()
 
     def check(self) -> None:
@@ -67,7 +68,7 @@ class Inventory:
     def _walk(self) -> None:
         roots = alive(self._roots)
         modules = [*dict.fromkeys(chain.from_iterable(root.modules() for root in roots))]
-        # If other code has replaced a unit's parameter, the unit raises when it registers its own.
+        # Skip the places of units' parameters. If other code replaced a parameter there, its unit raises an error.
         places = {(owner(), name) for slot in self._slots for owner, name in slot.owners}
         outside = [
             (f"{path}.{name}" if path else name, parameter)
@@ -101,7 +102,7 @@ def _contents(modules: list[Any]) -> list[int]:
 def _remedy(parameter: nn.Parameter, modules: Iterable[nn.Module]) -> str:
     for module in modules:
         if any(each is parameter for each in module._parameters.values()) and any(map(record_of, module.parameters())):
-            return "Units have other parameters of its module: move it into a separate module and shard that"
+            return "Other parameters of its module are in units: move it into a separate module and shard that module"
     return "To train it, call fully_shard on its module"
 
 
@@ -114,7 +115,8 @@ _LOOKS = 16  # the number of backwards in which a root is looked for, because a 
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
     """Raise RuntimeError if a module around a root has a parameter that is in no unit and that a backward of `outputs`
-    reaches. `roots`: the roots that no backward has reached yet. Return the roots to look for in the next one."""
+    reaches. `roots`: the roots that no backward has reached yet. Return the roots that the next backward
+    looks for."""
     leaves = set(_leaves(outputs))
     reached = {id(record.unit.channels) for leaf in leaves if (record := record_of(leaf)) is not None}
     if suspects := set(filter(_is_suspect, leaves)):
@@ -129,7 +131,7 @@ def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | Gradie
 
 
 def _refuse(suspects: set[Any], roots: Iterable[Any], parents: dict[nn.Module, list[nn.Module]]) -> None:
-    """Raise for parameters whose gradients nothing reduces, in modules around `roots`."""
+    """Raise RuntimeError if a module around `roots` has a suspect whose gradient would not be reduced."""
     for unit in roots:
         for around in _above(alive(unit.modules), parents):
             for name, parameter in around.named_parameters():
@@ -144,7 +146,7 @@ def _refuse(suspects: set[Any], roots: Iterable[Any], parents: dict[nn.Module, l
 
 
 def _warn(suspects: set[Any], reached: Sequence[Any], parents: dict[nn.Module, list[nn.Module]]) -> None:
-    """Warn about parameters whose gradients nothing reduces, beside the models of the roots `reached`."""
+    """Warn about parameters outside of the models of `reached` roots if their gradients would not be reduced."""
     if not reached or dist.get_world_size() == 1 or dist.get_rank() > 0:
         return
     apart = sorted(
@@ -157,7 +159,7 @@ def _warn(suspects: set[Any], reached: Sequence[Any], parents: dict[nn.Module, l
     if apart:
         log.warning(
             "%s: this backward computes gradients of parameters that are in no unit (%s), and each rank trains its own "
-            "copy unless you reduce them: call fully_shard on a module around them and the model, or on their module",
+            "copy unless you reduce these gradients: call fully_shard on their module, or around it and the model",
             reached[0],
             ", ".join(apart[:3]) + (", ..." if len(apart) > 3 else ""),
         )

@@ -1,7 +1,8 @@
 """Coordinates the models of a process in a backward, which may go through several models.
 
 A callback of autograd ends the backward of each model, in the same order on all ranks. If the backward fails, autograd
-drops the callback without calling it. Counters show whether a wait could depend on another model.
+drops the callback without calling it. Event counters show whether the backward may include several models: then a host
+that waits in one model could deadlock with a rank that waits in another model.
 """
 
 import itertools
@@ -19,7 +20,7 @@ _moments = itertools.count()
 
 
 class JointBackward:
-    """A model that may share a backward. `finish`: reduces gradients of a backward that ran no hook of the model."""
+    """A model whose backward may include other models. `finish`: reduces gradients if a backward ran no hook of it."""
 
     def __init__(self, units: Sequence[Unit], finish: Callable[[], None]) -> None:
         self.place = units[0].place

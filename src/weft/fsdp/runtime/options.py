@@ -1,4 +1,4 @@
-"""The user's options for the runtime of a model, and the interface of captured graphs, the option `graphs`."""
+"""The user's options for the runtime of a model, and the interface of the objects that the option `graphs` takes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,7 @@ class RuntimeOptions:
     - `separate_all_gather_group`: use separate communicators for gathers, so that gathers overlap with reductions.
       True: copies of the mesh's process groups. A list: process groups with the same ranks, to use in place of copies.
     - `allocator`: "trace" records the first step, and then places buffers in two slabs: one allocation for weights, one
-      for gradients. "caching" takes and returns memory of torch's allocator for each use of a buffer.
+      for gradients. "caching" allocates each buffer with torch's allocator before a use, and frees it after.
     - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: the next unit or bucket; in
       a schedule, two units.
     - `bucket_bytes`: adjacent units of at most this total size share a message (0: none do). None: an eighth of the
@@ -67,7 +67,7 @@ class RuntimeOptions:
             object.__setattr__(self, "separate_all_gather_group", tuple(separate))
         for name, least, how in (
             ("max_live_reduce_buffers", 1, "an int of at least 1"),
-            ("bucket_bytes", 0, "an int of 0 or more, 0 for none, or None for a size by the transport"),
+            ("bucket_bytes", 0, "an int of 0 or more, 0 for none, or None for a size that depends on the transport"),
             ("prefetch_bytes", 0, "an int of 0 or more, or None for the next unit"),
         ):
             value = getattr(self, name)

@@ -1,7 +1,7 @@
 """The states of a model: which pass is running, and the calls of the current backward.
 
-A forward inside a backward is a recomputation, not a pass. `weft.fsdp.runtime.joint_backward` detects the end and the
-failure of a backward, which may go through several models.
+A forward inside a backward is a recomputation, not a pass, unless it is an evaluation inside another model's backward.
+`weft.fsdp.runtime.joint_backward` detects the end and the failure of a backward, which may go through several models.
 """
 
 import enum

@@ -36,13 +36,13 @@ class Planner:
         self.channels.weights.foresee(map(self._memory_of, plan.alive))
 
     def end_pass(self) -> None:
-        """End a pass. If it differed from the plan of memory, make a new plan, unless weights are still gathered."""
+        """End a pass. If it differed from the memory plan, make a new plan, unless weights are still gathered."""
         weights = self.channels.weights
         weights.end_step(self._foreseen() if weights.outdated else ())
         self.channels.gradients.end_step()
 
     def _foreseen(self) -> Iterator[list[Transient]]:
-        """Yield the memory of units that may be live together in the next step, whether it follows the plan or not."""
+        """Yield sets of buffers that may be live together in the next step, whether or not it follows the plan."""
         nested = (
             (around.number, unit.number)
             for around in self.units

@@ -99,7 +99,7 @@ class Reductions(ReductionOrder):
             self._note(unit, unit.trainable_groups)
 
     def _note(self, unit: Unit, groups: Sequence[ParameterGroup]) -> None:
-        """Log reductions whose order may differ between ranks. Without tags, they are logged when they start."""
+        """Log reductions whose order may differ between ranks. Messages without tags are logged when they start."""
         for group in groups:
             self._agreement.note(unit.number, "reduction", group.gradients.sent)
 

@@ -1,8 +1,8 @@
 """The objects that the units of a model share, and operations on all units.
 
-Drivers call `gathers` and `reductions`, which have the rules for gathers and for reductions. `channels` has the lanes
-and pools. `planner` plans memory. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only others
-need (`_helper`), and update model weights after the main weights have changed (`_freshness`).
+Drivers call `gathers` and `reductions`, which contain the rules for both. `channels` has the lanes and pools. `planner`
+plans memory. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only other ranks need
+(`_helper`), and update model weights after the main weights have changed (`_freshness`).
 
 A unit whose module was replaced stays in the list. Ranks may free the module at different times, but all ranks must
 send the same messages.
@@ -109,8 +109,8 @@ class Shared:
                     self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
 
     def _before_renewal(self, unit: Unit) -> None:
-        """Agree on the maxima of weights that were written. Log the gather, so that the ranks can compare gathers: a
-        rank starts one only if it has written to the weights itself."""
+        """Agree on the maxima of weights that were written. Log the gather, because ranks may
+        differ: a rank starts it only if that rank has written to the weights."""
         agree_on_maxima(group for group in unit.groups if group.is_stale)  # other groups keep their quantized values
         if self.passes.current is not Pass.EVALUATION:
             self._agreement.note(unit.number, "renewed all-gather", unit.gathered_bytes)
@@ -123,7 +123,7 @@ class Shared:
     # --- all units --------------------------------------------------------------------------------------------------
 
     def _begin_units(self) -> None:
-        """End the holds of an earlier pass on all units."""
+        """End the holds of an earlier pass, free weights without holders, and apply changes of `requires_grad`."""
         for unit in self.units:  # first end all holds: a holder of a unit also holds units tied to it
             if unit.holders:
                 unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
@@ -148,8 +148,8 @@ class Shared:
             unit.forget()
 
     def _come_to_rest(self, stays: Callable[[Unit], bool] | None, *, complete: bool) -> None:
-        """Free the weights of all units except those for which `stays` is true. `complete`: whether no call is
-        running. If so, raise RuntimeError if a computation still holds weights."""
+        """Free the weights of all units that have no holder, except those for which `stays` is true. `complete`: no
+        call is running, so raise RuntimeError if a computation still holds weights."""
         self._finish_uploads()
         for unit in self.units if complete else ():
             if unit.holders and unit.computes:
@@ -160,7 +160,7 @@ class Shared:
                 unit.free()
 
     def _finish_uploads(self) -> None:
-        """Make the host wait for uploads that read weights in CPU memory, because the caller may write them next."""
+        """Make the host wait for uploads that read weights in CPU memory, because the caller may write to them next."""
         for group in self._offloaded:
             group.finish_upload()
 
