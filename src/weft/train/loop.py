@@ -356,9 +356,11 @@ class Trainer:
         Collective."""
         found = weft.find_nonfinite(self.model)
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+        saved, clips = self.saves.saved_step, self.config.train.gradient_clip
         return RuntimeError(
-            f"the {what} after step {self.position.step} is {value}{f' ({where})' if found else ''}; nothing was saved "
-            f"since step {self.saves.saved_step}: lower optimizer.lr or train.gradient_clip and resume from there"
+            f"the {what} after step {self.position.step} is {value}{f' ({where})' if found else ''}; "
+            f"{f'nothing was saved since step {saved}' if saved else 'nothing was saved yet'}: lower optimizer.lr or "
+            f"{'lower' if clips else 'set'} train.gradient_clip, and {'resume from there' if saved else 'start again'}"
         )
 
     def _validate(self, metrics: Metrics) -> bool:

@@ -38,7 +38,9 @@ def write_report(run_directory: str | Path, *, live_s: float = 0) -> Path:
         why = str(error)  # names the file
         if not isinstance(error, StorageError):
             why = f"{error.strerror}: {error.filename2 or error.filename}"
-        raise ConfigError(f"{run_directory}: its report cannot be written ({why}); free space there") from error
+        raise ConfigError(
+            f"{run_directory}: its report cannot be written ({why}); check the free space and the permissions there"
+        ) from error
 
 
 def _written(folder: Path, live_s: float) -> Path:
