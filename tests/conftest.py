@@ -13,7 +13,7 @@ from tests.pool import Pool, Template
 torch.set_num_threads(1)
 gc.set_threshold(20_000)  # by default the collector takes a twelfth of the time
 if not (torch.version.cuda or torch.version.hip or torch.version.xpu):
-    # Each torch.manual_seed would keep its stack for each kind of device, for when there is one.
+    # Otherwise each torch.manual_seed formats and keeps a stack trace for every kind of device that is absent.
     for devices in (torch.cuda, torch.mtia, torch.xpu):
         devices.manual_seed_all = lambda seed: None
 settings.register_profile("untimed", deadline=None)  # a slow machine is no failure

@@ -103,7 +103,7 @@ class MixedPrecisionPolicy:
 
 
 def keep_dtype(parameter: torch.nn.Parameter) -> None:
-    """Keep a parameter's own dtype in main weights, gathers, computation and gradients, whatever its unit's policy is.
+    """Keep a parameter's own dtype in main weights, gathers, computation and gradients, under any policy of its unit.
 
     Call it before `fully_shard`, for parameters that need more precision than the policy gives, such as the decays of a
     recurrence. Raises TypeError for anything but a parameter, ValueError for a sharded parameter.

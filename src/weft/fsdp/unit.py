@@ -151,7 +151,7 @@ class Unit:
             self._gather()
 
     def gather_started(self, ticket: Ticket) -> None:
-        """Record that the weights, which were at rest, are now being gathered by the shared message of `ticket`."""
+        """Record that the shared message of `ticket` has started to gather the weights, which were at rest."""
         self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
         self.resident = True
         self._tickets = [ticket]

@@ -356,7 +356,7 @@ def test_a_weight_that_a_user_reads_under_his_own_unshard_takes_part_in_the_loss
 
 
 class InParts(nn.Module):
-    """`first` and `second` are one unit; those that `recomputed` names are recomputed, each by itself."""
+    """`first` and `second` form one unit. Each module that `recomputed` names has a separate checkpoint."""
 
     def __init__(self, recomputed: Collection[str], reentrant: bool) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ def load_corpus(
     shared = {path for path, *_ in text.files} & {path for path, *_ in (apart.files if apart else ())}
     if apart and shared:
         count = f"{len(shared)} of its {len(apart.files)} files"
-        say(f"{apart}: {count} are also in {text}, so the loss on them is that of training text")
+        say(f"{apart}: {count} are also in {text}, so part of the validation loss is measured on training text")
     if data.kind == "tokens":
         corpus = _of_token_files(data, text, apart, say)
     else:
