@@ -85,7 +85,7 @@ part() {
 tests() {
     number=$1 title=$2
     shift 2
-    part "$number" "$title" 480 "$PYTHON" -m pytest --disable-warnings $workers "$@"
+    part "$number" "$title" 480 "$PYTHON" -m pytest -p no:benchmark --disable-warnings $workers "$@"
 }
 
 {
