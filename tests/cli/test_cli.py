@@ -13,7 +13,8 @@ from tests.train.command import weft, write_config
 from weft.checkpoint import CheckpointManager
 from weft.cli import main
 from weft.cli.parser import EXIT_CODES, make_parser
-from weft.train.run import launch
+from weft.errors import ConfigError
+from weft.train.run import launch, worker
 
 
 def refused(capsys, *arguments):
@@ -332,3 +333,34 @@ def test_the_command_and_the_module_are_the_same_program():
         assert done.returncode == 0
         assert done.stdout.startswith("usage: weft ")
         assert "exit code: 0 success" in " ".join(done.stdout.split())
+
+
+def test_an_option_is_not_shortened(capsys):
+    assert main(["train", "config.toml", "--rank", "2"]) == 2
+    assert capsys.readouterr().err == "weft train: unrecognized arguments: --rank 2; see weft train --help\n"
+
+
+@pytest.mark.parametrize(("words", "code"), [(["train", "config.toml"], 4), (["pattern", "M"], 1)])
+def test_an_interrupt_before_a_command_can_handle_it_has_the_exit_code_of_its_kind(monkeypatch, capsys, words, code):
+    def interrupted(options: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    for place in ("weft.cli.parser.start", "weft.cli.commands.pattern"):
+        monkeypatch.setattr(place, interrupted)
+    assert main(words) == code
+    assert ("nothing was saved" in capsys.readouterr().err) == (code == 4)
+
+
+def test_a_path_that_does_not_exist_is_named_as_such(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path / "nope")]) == 2
+    assert "nope: does not exist" in capsys.readouterr().err
+
+
+def test_data_that_a_step_refuses_are_one_line(capsys):
+    rank = worker._Rank(0, supervised=False)
+    rank.trains = True
+    assert rank.explain(ConfigError("model.vocab_size = 4: must be above the largest token")) == 2
+    assert rank.explain(ValueError("of the model")) == 1
+    first, second = capsys.readouterr().err.split("weft train: rank 0: ")[1:]
+    assert first == "model.vocab_size = 4: must be above the largest token\n" and "Traceback" not in first
+    assert second.startswith("failed:")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import weft
@@ -464,6 +465,7 @@ def test_state_of_the_ordinary_optimizer_loads_by_its_names():
     step(plain, named, torch.ones(2, 5))
     model.load_state_dict(plain.state_dict())
     flat.load_state_dict(named.state_dict())
+    assert "param_names" not in flat.param_groups[0]
     for net, optimizer in ((plain, named), (model, flat)):
         step(net, optimizer, torch.ones(2, 5))
     torch.testing.assert_close(weights_of(model), weights_of(plain))
@@ -548,3 +550,50 @@ def test_hooks_of_state_dicts_run():
     optimizer.register_load_state_dict_post_hook(lambda optimizer: called.append("after loading"))
     optimizer.load_state_dict(optimizer.state_dict())
     assert called == ["before saving", 1, "after loading"]
+
+
+@distributed(2)
+def test_a_largest_norm_of_zero_clears_gradients():
+    net = nets.shard(nets.make())
+    nets.loss_of(net, nets.data(1, 4)[0]).backward()
+    assert weft.optim.clip_grad_norm_(net, 0.0) > 0
+    assert weft.optim.grad_norm(net) == 0
+
+
+@distributed(2)
+def test_gradients_are_zeroed_where_asked():
+    net = nets.shard(nets.make())
+    optimizer = weft.optim.flat(torch.optim.SGD, net, lr=0.1)
+    nets.loss_of(net, nets.data(1, 4)[0]).backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert net.gain.grad is not None and weft.optim.grad_norm(net) == 0
+
+
+@distributed(2)
+def test_a_frozen_unsharded_parameter_may_have_a_gradient():
+    half = Halves()
+    half.used.requires_grad_(False)
+    weft.fully_shard(half.unused)
+    half.used.weight.grad = torch.ones_like(half.used.weight)
+    weft.optim.flat(torch.optim.AdamW, half).step()
+
+
+@distributed(2)
+def test_an_assigned_gradient_reaches_only_members_that_had_one():
+    _, model = make_alike(Branch)
+    flat = weft.optim.flat(torch.optim.SGD, model, lr=0.1, weight_decay=0.1)
+    model(here(torch.ones(4, 5)), False).sum().backward()
+    for group in flat.param_groups:
+        for each in group["params"]:
+            if each.grad is not None:
+                each.grad = each.grad * 0.5
+    assert model.used.weight.grad is not None and model.unused.weight.grad is None
+
+
+@distributed(4)
+def test_norms_count_what_is_not_sliced_once():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4))
+    parallelize_module(net[0], mesh["tp"], ColwiseParallel())
+    weft.fully_shard(net, mesh=mesh["dp"])
+    assert weft.parameter_norms(net)["1.weight"].weight == pytest.approx(2.0)

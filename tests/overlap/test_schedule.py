@@ -673,3 +673,21 @@ def test_a_step_leaves_nothing_behind_with_the_cyclic_collector_off():
             gc.enable()
         gc.collect()
         assert counts == [tensors()] * 2, switches
+
+
+@distributed(1)
+def test_a_schedule_that_cannot_begin_keeps_gradients_that_wait_for_their_reduction():
+    model = build(CFG, weft.init_meshes("cpu"), strategy="optim")
+    given = data(1)
+    forward_backward(model, given, overlap=False)
+    once = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    forward_backward(model, given, overlap=False)
+    model.late = nn.Parameter(torch.ones(1))
+    with pytest.raises(RuntimeError, match="late"):
+        evaluate(model, given)
+    del model.late
+    model.set_requires_gradient_sync(True)
+    forward_backward(model, given, overlap=False)
+    torch.testing.assert_close([parameter.grad.to_local() for parameter in model.parameters()], [2 * g for g in once])

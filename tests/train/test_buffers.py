@@ -157,3 +157,11 @@ def test_a_rule_on_a_model_of_a_pattern_is_refused():
     with pytest.raises(ConfigError, match=r'train\.buffers = "mean": has no effect on a model described by a pattern'):
         buffers_of(model, "mean")
     assert buffers_of(model, "broadcast") is None
+
+
+def test_a_buffer_that_was_replaced_is_saved():
+    net = nn.Module()
+    net.register_buffer("seen", torch.zeros(2))
+    buffers = Buffers(net, "own")
+    net.seen = torch.ones(2)
+    assert buffers.state_dict()["buffers"]["seen"].tolist() == [1.0, 1.0]

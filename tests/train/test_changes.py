@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 
 from tests.train.command import metrics, write_config
 from tests.train.test_loop import StopAt, train_on
@@ -16,8 +17,10 @@ from weft.cli.parser import make_parser
 from weft.train.config import SECTIONS, RunConfig, load_config, to_toml
 from weft.train.errors import ConfigError
 from weft.train.loop import Trainer
+from weft.train.optimizers import configured_options
 from weft.train.run.changes import changed, treatment
 from weft.train.run.runs import CONFIG, Run, open_run, recorded_name, run_directory
+from weft.train.sections import OptimizerConfig
 
 CHANGED = {
     "model.num_attention_heads=4 & model.num_key_value_heads=4": "refused",  # the same shapes, another function
@@ -314,3 +317,15 @@ def test_a_run_resumes_bit_for_bit_with_its_layers_grouped_differently(pool, tmp
     for one, other in zip(whole[2:4], parts[2:4]):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     assert [line["loss"] for line in whole[0]] == [line["loss"] for line in parts[0]]
+
+
+class Loose(torch.optim.SGD):
+    def __init__(self, params, lr, **options):
+        super().__init__(params, lr, **{"momentum": 0.9, **options})
+
+
+def test_which_options_a_resumed_run_takes_from_its_configuration():
+    weight = [nn.Parameter(torch.ones(2))]
+    assert configured_options(torch.optim.AdamW(weight, lr=0.5), None) == [{"lr": 0.5}]
+    (own,) = configured_options(Loose(weight, 0.5), OptimizerConfig(name="here:Loose"))
+    assert own["momentum"] == 0.9

@@ -345,3 +345,11 @@ def refused(path, folder):
 def test_what_only_the_model_shows_to_be_wrong_is_one_line_too(pool, tmp_path):
     for line, words in zip(pool.run(1, refused, config_for(tmp_path), tmp_path)[0], WRONG.values(), strict=True):
         assert words in line and "\n" not in line
+
+
+def test_muon_and_its_adamw_get_the_configured_options():
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    made = make_optimizer(net, OptimizerConfig(name="Muon", weight_decay=0.25, eps=1e-3, adamw_for=()))
+    muon, *adamw = made.param_groups
+    assert (muon["weight_decay"], muon["adjust_lr_fn"]) == (0.25, "match_rms_adamw")
+    assert adamw and all(group["eps"] == 1e-3 for group in adamw)

@@ -316,3 +316,10 @@ def test_operations_are_those_of_the_products_and_of_attention():
         with Operations() as found:
             attention(*(each.detach().to("meta") for each in (query, few, few)), *beside)
         assert found.total == forward
+
+
+def test_a_hundred_norms_are_kept():
+    steady = Spikes(2.0)
+    for _ in range(150):
+        steady.is_one(1.0)
+    assert len(steady.norms) == 100

@@ -3,20 +3,26 @@
 import json
 import os
 import secrets
+import shutil
 import socket
+import tempfile
 import time
+from collections import namedtuple
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.pool import distributed
 from tests.train.test_memory_copies import damage
 from tests.train.test_restarts import supervisor_that
 from weft.checkpoint import committed_steps, storage
 from weft.train import files
 from weft.train.config import CheckpointConfig, load_config
+from weft.train.errors import ConfigError
 from weft.train.run import launch, memory, peers, worker
 from weft.train.run.failures import FAILURE, INTERRUPTED, NOT_BEGUN, SUCCESS
 from weft.train.run.launch import _Supervisor
@@ -312,3 +318,24 @@ def test_an_interrupted_rank_has_its_own_exit_code(tmp_path, monkeypatch, comple
 
 def at(what, *, loosely):
     assert what == "the setup of the run"
+
+
+def test_only_the_newest_copy_stays(tmp_path):
+    saver = saves(tmp_path, [])
+    for number in (3, 6, 9):
+        saver.copy(number)
+    saver.close()
+    assert committed_steps(tmp_path / "memory") == [9]
+
+
+@distributed(1)
+def test_two_copies_with_moments_must_fit():
+    usage = namedtuple("Usage", "free")
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        saver = saves(Path(folder), [])
+        patch.setattr(shutil, "disk_usage", lambda path: usage(free=96))
+        saver.check_room()
+        patch.setattr(shutil, "disk_usage", lambda path: usage(free=95))
+        with pytest.raises(ConfigError, match="two copies of 48 bytes"):
+            saver.check_room()
+        saver.close()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -226,6 +227,13 @@ def test_a_run_is_converted_to_a_directory_of_the_same_weights(pool, tmp_path, c
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert main(["convert", str(checkpoint), str(tmp_path / "other"), "--family", "mixtral"]) == 2
     assert "mixtral" in capsys.readouterr().err
+    moved = mock.patch.object(Source, "tokenizer_file", tmp_path / "moved.json")
+    with moved:
+        assert main(["convert", str(checkpoint), str(tmp_path / "other")]) == 2
+        assert "moved.json" in capsys.readouterr().err and not (tmp_path / "other").exists()
+        (tmp_path / "moved.json").write_text("{}")
+        assert main(["convert", str(checkpoint), str(tmp_path / "other")]) == 0
+    assert (tmp_path / "other" / "tokenizer.json").read_text() == "{}"
 
 
 def test_a_directory_without_tokenizer_is_refused(published):

@@ -33,6 +33,8 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
     if (path / MANIFEST).is_file():
         _show_checkpoint(path, verify_content, console)
         return
+    if not path.exists():
+        raise ValueError(f"{path}: does not exist; name a checkpoint or the directory of a run")
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps, rest = committed_steps(folder), debris(folder)
     if not steps and not rest:

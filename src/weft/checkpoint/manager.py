@@ -338,7 +338,10 @@ class CheckpointManager:
     def _write(self, step: int, staged: Staged, committed: Callable[[], None]) -> None:
         def commit() -> None:
             folder.commit(temporary, manifest)
-            committed()
+            try:
+                committed()
+            except OSError as error:  # the checkpoint is committed nevertheless
+                self._say(str(error))
             own = [each for each in folder.committed_steps(self.directory) if each not in self._spared]
             old = [each for each in own[: -self.keep] if each not in self.protected]
             try:

@@ -51,4 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 1
+        if options.command != "train":
+            return 1
+        print(f"{command}: interrupted before the first step; nothing was saved", file=sys.stderr)
+        return 4

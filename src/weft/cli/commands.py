@@ -24,9 +24,9 @@ def config(options: argparse.Namespace) -> int:
 
     if options.ignored and options.source is None:
         raise ValueError(f"--ignore-field {options.ignored[0]}: only applies to --from DIRECTORY")
+    if options.ranks is not None and options.check is None:
+        raise ValueError(f"--ranks {options.ranks}: needs a configuration; name one with --check FILE")
     if options.source is not None:
-        if options.ranks is not None:
-            raise ValueError(f"--ranks {options.ranks}: needs a configuration; name one with --check FILE")
         print(_model_section(options.source, options.ignored), end="")
     elif options.check is not None:
         ranks = 1 if options.ranks is None else options.ranks
@@ -34,8 +34,6 @@ def config(options: argparse.Namespace) -> int:
             raise ValueError(f"--ranks {ranks}: must be at least 1")
         load_config(options.check).validate(ranks)
         print(f"{options.check}: fine on {ranks} rank{'s' * (ranks > 1)}")
-    elif options.ranks is not None:
-        raise ValueError(f"--ranks {options.ranks}: needs a configuration; name one with --check FILE")
     else:
         print(as_markdown() if options.markdown else as_toml(), end="")
     return 0
@@ -96,7 +94,7 @@ def evaluate(options: argparse.Namespace) -> int:
         average=options.ema,
         overrides=options.overrides,
         trust=options.trust,
-        say=partial(_warn, options),
+        say=partial(warn, options),
     )
     step = values.pop("step")
     print(f"step {step:.0f}", *(f"{name.replace('_', ' ')} {value:.6g}" for name, value in values.items()), sep="  ")
@@ -143,13 +141,19 @@ def convert(options: argparse.Namespace) -> int:
     if ignored:
         raise ValueError(f"--ignore-field {ignored[0]}: has no effect on a run, which has its own configuration")
     hf.refuse_used(Path(options.target))
-    source = Source(options.source, partial(_warn, options))
+    source = Source(options.source, partial(warn, options))
+    tokenizer, target = source.tokenizer_file, Path(options.target) / "tokenizer.json"
+    if tokenizer is not None and not tokenizer.is_file():
+        raise ValueError(
+            f"data.tokenizer = {str(tokenizer)!r}, the tokenizer of this run, is not a file here; start the command in "
+            "the directory from which the run was started, or put the file there"
+        )
     model = HybridModel(source.model_config)
     source.load(model)
     hf.save(model, options.target, options.family)
     came = "the files that it came with" if source.origin else "no other files"
-    if (tokenizer := source.tokenizer_file) is not None and not (Path(options.target) / tokenizer.name).exists():
-        shutil.copyfile(tokenizer, Path(options.target) / "tokenizer.json")
+    if tokenizer is not None and not (target.is_file() and target.read_bytes() == tokenizer.read_bytes()):
+        shutil.copyfile(tokenizer, target)
         came = f"{tokenizer.name} of data.tokenizer"
     print(f"{options.target}: {len(model.state_dict())} tensors, and {came}")
     return 0
@@ -213,5 +217,5 @@ def bench(options: argparse.Namespace) -> int:
     )
 
 
-def _warn(options: argparse.Namespace, line: str) -> None:
+def warn(options: argparse.Namespace, line: str) -> None:
     print(f"weft {options.command}: {line}", file=sys.stderr, flush=True)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from weft.cli import commands
+
 
 def sample(options: argparse.Namespace) -> int:
     """Print how a trained model continues each prompt. Raises ValueError for options out of range."""
@@ -84,10 +86,8 @@ def _choices(options: argparse.Namespace) -> dict[str, Any]:
 def _source(options: argparse.Namespace) -> Any:
     from weft.train.source import DEFAULTS, Source
 
-    def warn(line: str) -> None:
-        print(f"weft {options.command}: {line}", file=sys.stderr, flush=True)
-
-    source = Source(options.source, partial(warn), ignored=options.ignored)
+    warn = partial(commands.warn, options)
+    source = Source(options.source, warn, ignored=options.ignored)
     generation = source.generation
     temperature = (generation.sampling or DEFAULTS).temperature if options.temperature is None else options.temperature
     for name in ("top_k", "top_p"):

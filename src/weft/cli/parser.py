@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import weft
 from weft.cli import commands, generation
+from weft.cli.completion import SHELLS, script
 from weft.cli.schedule import draw
 from weft.cli.train import start
 
@@ -14,6 +15,9 @@ EXIT_CODES = """exit code: 0 success, 1 failure at run time, 2 invalid command o
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)  # a misspelled option must not be taken for another one
+
     def error(self, message: str) -> None:  # type: ignore[override]
         print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
@@ -30,8 +34,6 @@ class _Version(argparse.Action):
 
 class _Completion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, __: object = None) -> NoReturn:
-        from weft.cli.completion import script
-
         print(script(parser, shell), end="")
         parser.exit()
 
@@ -43,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--completion",
         action=_Completion,
-        choices=("bash", "zsh", "fish"),
+        choices=SHELLS,
         help="print the script with which this shell completes commands, options and settings",
     )
     known = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -48,7 +48,6 @@ class Uses:
                     ahead.append(following)
         self.of = [leaf for leaf, uses in enumerate(found) for _ in uses]
         self._wanted = [edge for edge, uses in zip(edges, found) if uses]
-        self._several = [len(uses) > 1 for uses in found if uses]
         self._brought: list[Tensor | None] = []
         taken: dict[Any, dict[int, int]] = {}
         for uses in found:

@@ -45,7 +45,6 @@ class GraphTable:
     def __init__(self, settings: Settings, root: nn.Module, engine: Engine, device: torch.device) -> None:
         self.settings = settings
         self.backend: Backend = _backend(settings.backend, device)
-        self.dropped = False
         self._engine = engine
         self.calls: list[GraphedCall] = []
         named: list[nn.Module] = []
@@ -122,7 +121,6 @@ class GraphTable:
 
     def drop(self) -> None:
         """Free the memory, and restore the model's methods."""
-        self.dropped = True
         for call in self.calls:
             call.drop()
 

@@ -356,7 +356,9 @@ class Trainer:
         Collective."""
         found = weft.find_nonfinite(self.model)
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-        saved, clips = self.saves.saved_step, self.config.train.gradient_clip
+        with suppress(CheckpointError):  # of a save that is still being written: it does not count
+            self.saves.checkpoints.wait()
+        saved, clips = self.saves.checkpoints.latest() or 0, self.config.train.gradient_clip
         return RuntimeError(
             f"the {what} after step {self.position.step} is {value}{f' ({where})' if found else ''}; "
             f"{f'nothing was saved since step {saved}' if saved else 'nothing was saved yet'}: lower optimizer.lr or "

@@ -29,6 +29,7 @@ from tests.fsdp.seams.truth import (
 )
 from tests.pool import distributed
 from weft.comm.watch.hang_detector import start_hang_detector
+from weft.errors import WeightsWritten
 
 
 def mine(batch: torch.Tensor) -> torch.Tensor:
@@ -424,3 +425,31 @@ def test_an_old_model_after_the_process_group_was_made_anew(tmp_path):
     plain = nets.make()
     backward(plain, fresh, tokens_loss, batch)
     assert_gradients(fresh, plain)
+
+
+class _Both(nn.Module):
+    """Two layers that are one unit, of which some calls use only the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, rows: torch.Tensor, *, spoils: bool = False) -> torch.Tensor:
+        rows = self.first(rows)
+        if spoils:
+            with torch.no_grad():
+                self.first.weight.add_(1)
+            return rows
+        return self.second(rows)
+
+
+@distributed(2)
+def test_a_forward_whose_end_fails_is_followed_by_others_like_any_that_fails():
+    model = _Both()
+    weft.fully_shard([model.first, model.second])
+    weft.fully_shard(model)
+    rows = torch.ones(2, 4)
+    with pytest.raises(WeightsWritten):
+        model(rows, spoils=True)
+    model(rows).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -18,6 +18,7 @@ from operator import attrgetter
 import torch.distributed as dist
 
 from weft.comm.agreement import Agreement
+from weft.comm.watch.hang_detector import HangDetector
 from weft.fsdp.driver import USER
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.parameter import SHARDED
@@ -47,12 +48,14 @@ class Consensus:
         self._agreement = agreement
         self._names = [unit.name for unit in units]
         self.is_alone = all(group.size() == 1 for group in process_groups)
+        self._compared_under: HangDetector | None = None
+        """The hang detector under which the ranks have compared their units; None before."""
 
-    def ask(self, helper: GatherHelper, graphs: CaptureTable | None) -> list[bool] | None:
-        """Let `helper` begin a pass. In the first one, check that all ranks have the same units, and return for each
-        parameter group whether any rank trains it. Return None in later passes, and if the ranks exchange nothing."""
-        if self.is_alone or not self._agreement.checks or not helper.begin_pass():
-            return None
+    def ask(self, helper: GatherHelper, graphs: CaptureTable | None) -> None:
+        """Let `helper` begin a pass. In the first one, check that all ranks have the same units, and from then on
+        reduce the groups that any rank trains. A pass after a failed check checks again."""
+        if self.is_alone or not self._agreement.checks or (watch := helper.begin_pass()) is self._compared_under:
+            return
         said = []
         for unit in self._units:
             frozen = [" frozen and quantized" if group.payload_only else "" for group in unit.groups]
@@ -66,15 +69,13 @@ class Consensus:
         trains = [any(p.requires_grad for p in map(SHARDED, group.parameters)) for group in self._groups]
         trains = self._agreement.same_structure(said, self._process_groups, trains)
         helper.offer(self._units)
-        return trains
+        self._reduce(trains)
+        self._compared_under = watch
 
-    def take(self, trains: Sequence[bool] | None) -> None:
-        """From now on, reduce the groups for which `trains`, the result of `ask`, is true. None: change nothing. If the
-        ranks exchange nothing, ignore `trains`, and reduce the groups that this rank trains."""
+    def take(self) -> None:
+        """If the ranks exchange nothing, reduce the groups that this rank trains from now on."""
         if self.is_alone or not self._agreement.checks:
             self._reduce([group.trainable for group in self._groups])
-        elif trains is not None:
-            self._reduce(trains)
 
     def pack_unheard(self) -> list[Unit]:
         """Pack the gradients of groups that this rank has unfrozen and that the ranks have not agreed to reduce yet.

@@ -82,13 +82,12 @@ class GatherHelper:
         self._watched_by: HangDetector | None = None
         self._tickets: list[Ticket] = []
 
-    def begin_pass(self) -> bool:
-        """Let the hang detector watch the waits of this pass. Return whether this is the model's first watched pass."""
-        watch = start_hang_detector()
+    def begin_pass(self) -> HangDetector:
+        """Let the hang detector watch the waits of this pass, and return it."""
+        self._watched_by = watch = start_hang_detector()
         watch.begin_pass()
         self._steps.begin_pass(watch)
-        is_first, self._watched_by = self._watched_by is not watch, watch
-        return is_first
+        return watch
 
     def offer(self, units: Sequence[Unit]) -> None:
         """For each gather of `units` whose transport has the capability `helpers`, register a function that joins the

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from weft.fsdp.channels import Channels
 from weft.fsdp.runtime.buckets import Bucket
-from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.unit import Unit
 from weft.layout.gathers import GatherOrder
@@ -17,13 +16,14 @@ from weft.memory.pool import Transient
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """Plans the next step of a model."""
+    """Plans the next step of a model. `checked`: whether the ranks agree with `check_collectives`."""
 
     units: Sequence[Unit]
     channels: Channels
     gathers: GatherOrder
     reductions: Reductions
-    options: RuntimeOptions
+    prefetch_bytes: int | None
+    checked: bool
 
     def plan(self) -> Plan:
         """Return the plan of a step in which each pass repeats the last pass of its kind."""
@@ -63,10 +63,10 @@ class Planner:
 
     def _inputs(self) -> tuple[list[UnitFacts], Limits]:
         limits = Limits(
-            self.options.prefetch_bytes,
+            self.prefetch_bytes,
             self.reductions.bucket_bytes,
             self.reductions.most_alive,
-            checked=self.options.check_collectives,
+            checked=self.checked,
             order=self.reductions.agreed,
         )
         return [_facts(unit, self.gathers.bundles.get(unit.number)) for unit in self.units], limits

@@ -63,13 +63,13 @@ class Reductions(ReductionOrder):
         """Return whether the gradients of `unit` wait for another backward before they are reduced."""
         if not unit.requires_gradient_sync:
             return True
-        if self.last_backward and not self.more_to_come:
+        if self.is_last:
             return False
         return not any(group.placements.reduces_each_microbatch for group in unit.groups)
 
     def _finishes(self, unit: Unit) -> bool:
         """Return whether reductions of `unit` that start now run all stages."""
-        return unit.requires_all_reduce and self.last_backward and not self.more_to_come
+        return unit.requires_all_reduce and self.is_last
 
     def begin(self) -> None:
         """Plan the turns at the beginning of a backward."""

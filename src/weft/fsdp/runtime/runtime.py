@@ -68,9 +68,9 @@ class Runtime(Shared):
     def _begin_pass(self, outermost: Unit, kind: Pass) -> None:
         self._inventory.check()  # before anything is sent: the other ranks may find nothing wrong
         self._enter()
-        trains = self._consensus.ask(self._helper, self.graphs)
+        self._consensus.ask(self._helper, self.graphs)
         self._begin_units()
-        self._consensus.take(trains)  # after the units have applied the user's changes of `requires_grad`
+        self._consensus.take()  # after the units have applied the user's changes of `requires_grad`
         within = f"{outermost.name}." if outermost.number else ""
         inside = [unit for unit in self.units if unit is outermost or unit.name.startswith(within)]
         self._freshness.begin_pass(self.units, inside, self.process_groups)
@@ -108,10 +108,10 @@ class Runtime(Shared):
             self._leave_by(error)
             return
         self._failure = None
-        self._abandon_forwards()
-        self.gathers.end_forward()
-        self._freshness.finish()
         try:
+            self._abandon_forwards()
+            self.gathers.end_forward()
+            self._freshness.finish()
             self._helper.collect()
             self._come_to_rest(self.gathers.stays, complete=True)
         except BaseException:
@@ -139,7 +139,12 @@ class Runtime(Shared):
             unit.free()
         if not unit.holders:
             unit.forget()
-        unit.prefetch()
+        try:
+            unit.prefetch()
+        except BaseException:
+            if not unit.holders:
+                unit.free()  # or the next call would take the weights for gathered
+            raise
 
     def finish_unshard(self, unit: Unit) -> None:
         """Wait for the gather that `unshard` started and for uploads of main weights. Register the full parameters."""
@@ -172,13 +177,13 @@ class Runtime(Shared):
         gradients are reduced as at the end of a backward. `backward=False`: the schedule is an evaluation."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
+        self._begin_pass(self.units[0], Pass.SCHEDULE)
         self._evaluates = not backward
         try:
-            self._begin_pass(self.units[0], Pass.SCHEDULE)
             if self.gathers.foresee(trace):
                 self.planner.foresee(trace)
             if backward:
-                self.reductions.take_turns(None)
+                self._open_unhooked()
             yield
             self.reductions.more_to_come = False
             self._freshness.finish()
@@ -216,6 +221,12 @@ class Runtime(Shared):
         self.gathers.begin("backward", inside=inside)
         self.reductions.waits_for_room = streams.has_streams(self.device) or not self._joint.may_share_backward()
         self.reductions.begin()
+
+    def _open_unhooked(self) -> None:
+        """Begin reductions outside of autograd's backward, in the order in which they are asked for."""
+        self._calls.makes_graph = False
+        self.reductions.waits_for_room = True
+        self.reductions.take_turns(None)
 
     def end_backward(self) -> None:
         """End the pass: autograd's backward has ended."""
@@ -268,7 +279,8 @@ class Runtime(Shared):
             if unit.reshard_after_backward:
                 unit.end_holds(UNTIL_NEXT_PASS)
         self.passes.begin(Pass.BACKWARD)
-        self.reductions.take_turns(None)
+        self.gathers.begin("backward")
+        self._open_unhooked()
         self.end_backward()
 
     # --- failure ------------------------------------------------------------------------------------------------------

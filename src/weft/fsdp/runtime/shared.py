@@ -69,7 +69,14 @@ class Shared:
         self._freshness = Freshness(self.channels, self._agreement)
         self._steps = Steps(groups, channel)
         self._helper = GatherHelper(self.channels, self._freshness, list(dict.fromkeys(buckets.values())), self._steps)
-        self.planner = Planner(self.units, self.channels, self.gathers, self.reductions, options)
+        self.planner = Planner(
+            self.units,
+            self.channels,
+            self.gathers,
+            self.reductions,
+            options.prefetch_bytes,
+            options.check_collectives,
+        )
         addressed = options.check_collectives and all(unit.is_addressed for unit in units)
         if not addressed or any(group.refreshes for group in groups):
             self.channels.on_gather = weakly(self._before_gather)

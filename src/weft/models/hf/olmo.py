@@ -30,14 +30,9 @@ def read_3(raw: Raw) -> Raw:
     return {**read(plain), **turned, **windows}
 
 
-def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
-    return {**llama.write(cfg), "head_dim": cfg.attention_head_dim}
-
-
 def write_3(cfg: HybridConfig) -> Raw:
     """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
-    return {**write(cfg), **written_windows(cfg), **rope.write_by_layer_type(cfg)}
+    return {**llama.write(cfg), **written_windows(cfg), **rope.write_by_layer_type(cfg)}
 
 
 def read_moe(raw: Raw) -> Raw:
@@ -59,7 +54,7 @@ OLMO2 = Family(
     tensors={"*": BEHIND_ATTENTION, "-": BEHIND_MLP},
     fields={**FIELDS, "intermediate_size": ("intermediate_size", 11008)},
     read=read,
-    write=write,
+    write=llama.write,
 )
 OLMO3 = dataclasses.replace(OLMO2, model_type="olmo3", architecture="Olmo3ForCausalLM", read=read_3, write=write_3)
 OLMOE = Family(
@@ -76,6 +71,6 @@ OLMOE = Family(
         "norm_topk_prob": ("norm_topk_prob", False),
     },
     read=read_moe,
-    write=write,
+    write=llama.write,
     required={"clip_qkv": None},
 )

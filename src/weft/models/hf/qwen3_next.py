@@ -4,10 +4,11 @@ import torch
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
-from weft.models.hf import depths, llama, qwen3, rope
+from weft.models.hf import depths, llama, rope
 from weft.models.hf.family import Family, Raw, Table, check_layer_types, flat
 from weft.models.hf.llama import ATTENTION, COMMON, MLP
 from weft.models.hf.places import Rows
+from weft.models.hf.qwen2 import EXPERTS
 from weft.models.hf.qwen3 import ends, written_ends
 
 MIXERS = {"linear_attention": "G", "full_attention": "*"}
@@ -39,11 +40,6 @@ DELTA_NET: Table = {
     "in_proj.weight": in_proj,
     "gated_norm": "linear_attn.norm",
     **{name: f"linear_attn.{name}" for name in ("conv1d", "A_log", "dt_bias", "out_proj")},
-}
-EXPERTS: Table = {
-    **qwen3.EXPERTS,
-    "shared_expert_gate": "mlp.shared_expert_gate",
-    **{f"shared_expert.{name}": f"mlp.shared_expert.{name}" for name in qwen3.PROJECTIONS},
 }
 
 

@@ -119,13 +119,15 @@ class Batches:
         before = state["texts"]
         if len(before) != len(self._known):
             raise ConfigError(
-                f"data.paths: the checkpoint's data has {len(before)} texts, including validation, but this run's has "
-                f"{len(self._known)}; resume with the data.paths of the checkpoint or start a new run"
+                f"data.paths and data.validation_paths: the checkpoint's data has {len(before)} texts, including "
+                f"validation, but this run's has {len(self._known)}; resume with the paths of the checkpoint or start "
+                f"a new run"
             )
-        for name, then, here in zip(self._names, before, self._known):
+        for number, (name, then, here) in enumerate(zip(self._names, before, self._known)):
             if list(then) != here:
+                unit = "sequences" if number < len(self._mixture.texts) else "tokens"
                 how = (
-                    f"was {then[0]} long and is now {here[0]} long"
+                    f"had {then[0]} {unit} and now has {here[0]}"
                     if then[0] != here[0]
                     else "has the same length but other tokens"
                 )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from weft.checkpoint import CheckpointError
 from weft.comm.backends import is_lost_connection
 from weft.train.config import load_config
-from weft.train.errors import is_refusal
+from weft.train.errors import ConfigError, is_refusal
 from weft.train.loop import Trainer
 from weft.train.run.failures import (
     FAILURE,
@@ -92,7 +92,7 @@ class _Rank:
                 self.watchdog.tell(as_one_line(error))
         line = in_one_line(error)
         kind: Kind = "failure" if line is None else "ended"
-        if not self.trains and is_refusal(error):
+        if isinstance(error, ConfigError) or (not self.trains and is_refusal(error)):
             kind, line = "configuration", str(error)
         elif not self.trains and isinstance(error, CheckpointError):
             kind = "refused"

@@ -102,7 +102,6 @@ class InProcess(dist.ProcessGroup):
         self.mailbox: Mailbox = _current.mailbox
         self.world_rank: int = _current.rank
         self._shared_name = ""
-        self._round = 0
 
     # --- methods that weft calls --------------------------------------------------------------------------------------
 
