@@ -139,12 +139,7 @@ class Runtime(Shared):
             unit.free()
         if not unit.holders:
             unit.forget()
-        try:
-            unit.prefetch()
-        except BaseException:
-            if not unit.holders:
-                unit.free()  # or the next call would take the weights for gathered
-            raise
+        unit.prefetch()
 
     def finish_unshard(self, unit: Unit) -> None:
         """Wait for the gather that `unshard` started and for uploads of main weights. Register the full parameters."""
