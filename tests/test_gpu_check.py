@@ -41,7 +41,7 @@ def test_the_check_of_a_gpu_runs_without_one_and_reports_each_part(tmp_path):
 @pytest.mark.long
 def test_a_part_that_fails_is_in_the_report_and_in_the_exit_status(tmp_path):
     broken = tmp_path / "python"
-    fails, runs = "*pytest*) echo no such luck; exit 3;;", "*bench*) echo measured; exit;;"
+    fails, runs = "*pytest*) echo no such luck; exit 3;;", "*'weft bench'*) echo measured; exit;;"
     broken.write_text(f'#!/bin/sh\ncase "$*" in {fails} {runs} esac\nexec {sys.executable} "$@"\n')
     broken.chmod(0o755)
     found, report = rehearse(tmp_path, PYTHON=str(broken))
@@ -53,7 +53,7 @@ def test_a_part_that_fails_is_in_the_report_and_in_the_exit_status(tmp_path):
 @pytest.mark.long
 def test_a_part_that_hangs_ends_at_its_limit_and_the_parts_behind_it_run(tmp_path):
     hanging = tmp_path / "python"
-    hangs, runs = "*pytest*) echo begun; sleep 60;;", "*bench*) echo measured; exit;;"
+    hangs, runs = "*pytest*) echo begun; sleep 60;;", "*'weft bench'*) echo measured; exit;;"
     hanging.write_text(f'#!/bin/sh\ncase "$*" in {hangs} {runs} esac\nexec {sys.executable} "$@"\n')
     hanging.chmod(0o755)
     found, report = rehearse(tmp_path, PYTHON=str(hanging), WEFT_PART_SECONDS="1")
@@ -63,11 +63,11 @@ def test_a_part_that_hangs_ends_at_its_limit_and_the_parts_behind_it_run(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hangs", "running"), [pytest.param("pytest", 3, marks=pytest.mark.long), ("bench", 1)])
+@pytest.mark.parametrize(("hangs", "running"), [pytest.param("pytest", 3, marks=pytest.mark.long), ("weft bench", 1)])
 def test_a_check_that_is_interrupted_reports_what_is_done_and_what_ran(tmp_path, hangs, running):
     broken, target = tmp_path / "python", tmp_path / "gpu.md"
     fails = "*pytest*) echo no such luck; exit 3;;"
-    waits = f"*{hangs}*) echo begun; echo $$ >>{tmp_path}/pids; exec sleep 60;;"
+    waits = f"*'{hangs}'*) echo begun; echo $$ >>{tmp_path}/pids; exec sleep 60;;"
     broken.write_text(f'#!/bin/sh\ncase "$*" in {waits} {fails} esac\nexec {sys.executable} "$@"\n')
     broken.chmod(0o755)
     command = ["sh", str(ROOT / "scripts" / "gpu_check.sh"), "--rehearse", str(target)]

@@ -171,11 +171,11 @@ MUTATIONS = [
         "train/test_trainer.py::test_a_run_of_a_program_resumes_bit_for_bit[go_on]",
     ),
     Mutation(
-        "the learning rate restarts after a resume",
-        "Schedule.load_state_dict",
-        "self.step = state['step']",
-        "",
-        RESUMED,
+        "the learning rate stays that of the first step",
+        "Trainer._step",
+        "self.schedule.set_rates(self.position.step)",
+        "self.schedule.set_rates(0)",
+        "train/test_loop.py::test_training_on_any_ranks_is_training_in_one_process",
     ),
     Mutation(
         "the checkpoint's optimizer options override the configured ones",

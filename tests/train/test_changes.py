@@ -75,7 +75,7 @@ def resumed(path, directory, overrides):
     groups = [
         {name: group[name] for name in ("betas", "eps", "weight_decay")} for group in trainer.optimizer.param_groups
     ]
-    rate = trainer.schedule.advance()
+    rate = trainer.schedule.set_rates(trainer.position.step)
     trainer.saves.close()
     return said, groups, rate
 

@@ -95,14 +95,14 @@ def test_a_terminal_shows_one_panel_with_the_last_of_every_value_and_the_notes()
     assert shown.count("╭") == 1
 
 
-@pytest.mark.parametrize("width", [40, 60, 200])
+@pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_panel_fits_narrow_and_wide_terminals(width):
     console = terminal(width)
-    with Progress(10, console) as progress:
+    with Progress(10, console, units={"loss": "nats/byte", "validation_loss": "nats/byte"}) as progress:
         progress.update(3, loss=1.5, validation_loss=2.5, lr=1e-3, gradient_norm=0.5, tokens_per_second=10)
     shown = screen(console)
     assert max(map(len, shown.splitlines())) <= width
-    assert all(part in shown for part in ("1.5000", "2.5000", "0.500"))
+    assert all(part in shown for part in ("1.5000 nats/byte", "2.5000 nats/byte", "0.500"))
 
 
 def test_the_time_left_follows_the_steps_of_this_process(clock):

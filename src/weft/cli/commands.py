@@ -180,14 +180,16 @@ def pattern(options: argparse.Namespace) -> int:
     except PatternError as error:
         print(error.shown, file=sys.stderr)
         return 2
-    table = Table()
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    table = Table(padding=(0, int(console.width >= 96)))  # a narrow terminal has no room for blanks beside the lines
     for field in dataclasses.fields(Row):
-        table.add_column(field.name, justify="right" if field.type is int else "left")
+        whole = field.name in ("unit", "parameters")
+        table.add_column(field.name, justify="right" if field.type is int else "left", no_wrap=whole)
     for row in rows:
         table.add_row(*(f"{value:,}" if name == "parameters" else str(value) for name, value in vars(row).items()))
     table.add_section()
     table.add_row(*[""] * 6, f"{sum(row.parameters for row in rows):,}")
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    console.print(table)
     return 0
 
 

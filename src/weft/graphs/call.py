@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from weft.graphs.capture import Backend, CaptureRefused, delaying
+from weft.graphs.capture import CONSTANTS, Backend, CaptureRefused, delaying
 from weft.graphs.captured import Captured
 from weft.graphs.places import Places
 from weft.graphs.statics import Sample
@@ -35,7 +35,6 @@ capture takes memory."""
 MOST_CHANGES = 4
 """If attributes that a method reads change more often than this, the method runs eagerly from then on, because they
 may change in each call."""
-_NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _ONE = tree_flatten(((torch.empty(0),), {}))[1]
 
 
@@ -261,7 +260,7 @@ class GraphedCall:
                 described.append((each.shape, each.stride(), each.dtype, device, each.requires_grad, same))
             elif isinstance(each, float):
                 described.append((type(each), each.hex()))  # -0.0 is not 0.0, and NaN is NaN
-            elif isinstance(each, _NUMBERS):
+            elif isinstance(each, CONSTANTS):
                 described.append((type(each), each))
             else:
                 return f"an input is a {type(each).__name__}"

@@ -3,9 +3,13 @@
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
+import torch
 from torch.overrides import _get_current_function_mode
 
 from weft.graphs.places import Ranges
+
+CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
+"""What a captured call may take and return besides tensors: a replay needs the same values, and returns the same."""
 
 
 class CaptureRefused(RuntimeError):

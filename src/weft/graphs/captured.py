@@ -34,14 +34,13 @@ from weft.fsdp.gradients.direct import substituting, whole
 from weft.graphs import tape
 from weft.graphs.attributes import Attributes
 from weft.graphs.backward import Backward, Uses
-from weft.graphs.capture import Backend, CaptureRefused, Delays
+from weft.graphs.capture import CONSTANTS, Backend, CaptureRefused, Delays
 from weft.graphs.generators import nothing_drawn
 from weft.graphs.places import Places, Ranges, has_hooks, hooked, local, range_of, touches
 from weft.graphs.statics import Sample, Static, copied
 
 POISON = False
 """For tests: overwrite the results of a capture before each replay, and all its memory after its backward."""
-_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class Lease:
@@ -156,7 +155,7 @@ class Captured:
         """Buffers that the forward changes."""
         results, self._spec = tree_flatten(result)
         for value in results:
-            if not isinstance(value, (Tensor, *_CONSTANTS)):
+            if not isinstance(value, (Tensor, *CONSTANTS)):
                 raise CaptureRefused(f"it returns a {type(value).__name__}, which a replay cannot create")
         numbered = self._hand_out(results, entered, stand_ins)
         outputs = [each for _, each in numbered]

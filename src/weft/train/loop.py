@@ -146,7 +146,6 @@ class Trainer:
         return {
             "model": ModelState(self.model),
             "optimizer": OptimizerState(self.model, self.optimizer),
-            "schedule": self.schedule,
             "data": self.batches,
             "position": self.position,
             "random": RandomState(),
@@ -290,7 +289,7 @@ class Trainer:
         """Run one optimizer step. Return the values to log, and whether any rank was asked to stop."""
         started = time.perf_counter()
         self.watchdog.at(f"step {self.position.step + 1}")
-        learning_rate = self.schedule.advance()
+        learning_rate = self.schedule.set_rates(self.position.step)
         microbatches = [move(microbatch, self.device) for microbatch in self.batches.next_step()]
         losses = self.passes.run(self.position.step + 1, microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))

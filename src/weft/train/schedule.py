@@ -1,7 +1,5 @@
 """Schedules the learning rate."""
 
-from typing import Any
-
 import torch
 
 from weft.train.config import ScheduleConfig
@@ -17,22 +15,13 @@ class Schedule:
     def __init__(self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int) -> None:
         self.optimizer, self.config, self.steps = optimizer, config, steps
         self.peaks = [group["lr"] for group in optimizer.param_groups]
-        self.step = 0
-        """The number of steps whose learning rate was set."""
 
-    def advance(self) -> float:
-        """Set the learning rates for the next step. Return the new learning rate of the first parameter group."""
-        factor = self.config.factor(self.step, self.steps)
+    def set_rates(self, step: int) -> float:
+        """Set the learning rates for the step that follows `step` steps. Return that of the first parameter group."""
+        factor = self.config.factor(step, self.steps)
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
             group["lr"] = peak * factor
-        self.step += 1
         return float(self.optimizer.param_groups[0]["lr"])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
 
 
 def due(every: int, step: int) -> bool:

@@ -35,25 +35,36 @@ def read_mamba(raw: Raw) -> Raw:
         raise ConversionError(
             f"mamba_n_heads={heads} times mamba_d_head={width!r} must equal mamba_expand times hidden_size, {inner}"
         )
-    limits: Any = raw.get("time_step_limit") or (0.0, math.inf)
-    low, high = limits
-    return {
-        "mamba_head_dim": inner // heads,
-        "time_step_limit_min": float(low),
-        "time_step_limit_max": None if high in (UNBOUNDED, math.inf) else float(high),
-    }
+    return {"mamba_head_dim": inner // heads, **read_limits(raw)}
 
 
 def write_mamba(cfg: HybridConfig) -> Raw:
     """Return Mamba's computed fields of config.json. Without Mamba layers, return values that `read_mamba` accepts."""
     if "M" not in cfg.pattern:
         return {"mamba_n_heads": 1, "mamba_d_head": cfg.hidden_size, "mamba_expand": 1, "mamba_n_groups": 1}
-    high: Any = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max
     return {
         "mamba_d_head": cfg.mamba_head_dim,
         "mamba_expand": max(1, cfg.mamba_num_heads * cfg.mamba_head_dim // cfg.hidden_size),
-        "time_step_limit": [cfg.time_step_limit_min, high],
+        **write_limits(cfg),
     }
+
+
+def read_limits(raw: Raw) -> Raw:
+    """Return the `HybridConfig` fields for Mamba's time step limits."""
+    limits = raw.get("time_step_limit") or (0.0, math.inf)
+    if len(limits) != 2:
+        raise ConversionError(f"time_step_limit={limits}: must have two numbers, the lower and the upper limit")
+    low, high = limits
+    return {
+        "time_step_limit_min": float(low),
+        "time_step_limit_max": None if high in (UNBOUNDED, math.inf) else float(high),
+    }
+
+
+def write_limits(cfg: HybridConfig) -> Raw:
+    """Return the field of config.json for Mamba's time step limits."""
+    high: Any = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max
+    return {"time_step_limit": [cfg.time_step_limit_min, high]}
 
 
 def read(raw: Raw) -> Raw:

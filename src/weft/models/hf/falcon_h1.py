@@ -5,12 +5,11 @@ Falcon-H1 also multiplies the inputs of projections by factors. weft folds these
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import rope
-from weft.models.hf.bamba import BAMBA, MAMBA, MAMBA_FIELDS, UNBOUNDED
+from weft.models.hf.bamba import BAMBA, MAMBA, MAMBA_FIELDS, read_limits, write_limits
 from weft.models.hf.family import Family, Raw, Table, flat
 from weft.models.hf.llama import ATTENTION, COMMON
 
@@ -36,7 +35,6 @@ def read(raw: Raw) -> Raw:
         if raw.get(bias) and multiplier != 1:
             raise ConversionError(f"{name}_in_multiplier={multiplier}: weft supports only 1 with {bias}=True")
     normed, first = raw.get("mamba_rms_norm", False), raw.get("mamba_norm_before_gate", True)
-    limits: Any = raw.get("time_step_limit") or (0.0, math.inf)
     head = raw.get("head_dim") or hidden // raw.get("num_attention_heads", 32)
     return {
         "pattern": "[P-]" * raw.get("num_hidden_layers", 32),
@@ -49,8 +47,7 @@ def read(raw: Raw) -> Raw:
         "logits_scaling": 1 / raw.get("lm_head_multiplier", 1.0),
         "mamba_head_dim": inner // heads,
         "mamba_norm": ("norm_first" if first else "gate_first") if normed else "none",
-        "time_step_limit_min": float(limits[0]),
-        "time_step_limit_max": None if limits[1] in (UNBOUNDED, math.inf) else float(limits[1]),
+        **read_limits(raw),
         **rope.read(raw),
     }
 
@@ -58,7 +55,6 @@ def read(raw: Raw) -> Raw:
 def write(cfg: HybridConfig) -> Raw:
     """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
     head, scale = cfg.attention_head_dim**-0.5, cfg.attention_scale or cfg.attention_head_dim**-0.5
-    high: Any = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max
     return {
         "num_hidden_layers": len(flat(cfg)) // 2,
         "num_key_value_heads": cfg.num_key_value_heads,
@@ -75,7 +71,7 @@ def write(cfg: HybridConfig) -> Raw:
         "mamba_rms_norm": cfg.mamba_norm != "none",
         "mamba_norm_before_gate": cfg.mamba_norm == "norm_first",
         "projectors_bias": cfg.mamba_bias,
-        "time_step_limit": [cfg.time_step_limit_min, high],
+        **write_limits(cfg),
         **rope.write(cfg),
     }
 

@@ -1,10 +1,8 @@
 """Mamba-2 alone (arXiv:2405.21060)."""
 
-import math
-
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
-from weft.models.hf.bamba import UNBOUNDED
+from weft.models.hf.bamba import read_limits, write_limits
 from weft.models.hf.family import Family, Raw, flat
 from weft.models.hf.nemotron_h import MAMBA
 
@@ -15,21 +13,15 @@ def read(raw: Raw) -> Raw:
     inner = raw.get("expand", 2) * raw.get("hidden_size", 4096)
     if heads * width != inner:
         raise ConversionError(f"num_heads={heads} times head_dim={width} must equal expand times hidden_size, {inner}")
-    low, high = raw.get("time_step_limit") or (0.0, math.inf)
-    return {
-        "pattern": "M" * raw.get("num_hidden_layers", 64),
-        "time_step_limit_min": float(low),
-        "time_step_limit_max": None if high in (UNBOUNDED, math.inf) else float(high),
-    }
+    return {"pattern": "M" * raw.get("num_hidden_layers", 64), **read_limits(raw)}
 
 
 def write(cfg: HybridConfig) -> Raw:
     """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
-    high = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max
     return {
         "num_hidden_layers": len(flat(cfg)),
         "expand": max(1, cfg.mamba_num_heads * cfg.mamba_head_dim // cfg.hidden_size),
-        "time_step_limit": [cfg.time_step_limit_min, high],
+        **write_limits(cfg),
     }
 
 

@@ -48,7 +48,19 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True)
-class Same:
+class _Named:
+    """Places in one tensor on disk, which is called `name`."""
+
+    name: str
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the tensors on disk."""
+        return [self.name]
+
+
+@dataclass(frozen=True)
+class Same(_Named):
     """One tensor on disk, equal to weft's tensor.
 
     `copies`: other names under which files may store the tensor again. When weft saves the tensor, it writes these
@@ -56,14 +68,8 @@ class Same:
     a tied model. weft does not write these.
     """
 
-    name: str
     copies: tuple[str, ...] = ()
     repeats: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The names of the tensors on disk."""
-        return [self.name]
 
     def shape(self, files: Any) -> list[int]:
         """Return the shape of weft's tensor, computed from the shapes of the tensors on disk."""
@@ -173,15 +179,8 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Turned:
+class Turned(_Named):
     """One tensor [experts, out, in] on disk, which is [experts, in, out] in weft."""
-
-    name: str
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The names of the tensors on disk."""
-        return [self.name]
 
     def shape(self, files: Any) -> list[int]:
         """Return the shape of weft's tensor, computed from the shapes of the tensors on disk."""
@@ -198,16 +197,10 @@ class Turned:
 
 
 @dataclass(frozen=True)
-class Flat:
+class Flat(_Named):
     """One tensor that has the shape `there` on disk and one dimension in weft."""
 
-    name: str
     there: tuple[int, ...]
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The names of the tensors on disk."""
-        return [self.name]
 
     def shape(self, files: Any) -> list[int]:
         """Return the shape of weft's tensor, computed from the shapes of the tensors on disk."""
@@ -224,23 +217,17 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class Half:
+class Half(_Named):
     """Half number `part` (0 or 1) of one tensor on disk, which is split along its dimension `dim`.
 
     `by_turns`: whether the elements of the two halves alternate. Otherwise one half follows the other. `turned`:
     whether the last two dimensions are swapped in weft.
     """
 
-    name: str
     part: int
     dim: int
     by_turns: bool = False
     turned: bool = False
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The names of the tensors on disk."""
-        return [self.name]
 
     def shape(self, files: Any) -> list[int]:
         """Return the shape of weft's tensor, computed from the shapes of the tensors on disk."""
@@ -268,18 +255,12 @@ class Half:
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(_Named):
     """`size` rows, starting at row `begin`, of one tensor on disk that has `total` rows."""
 
-    name: str
     begin: int
     size: int
     total: int
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The names of the tensors on disk."""
-        return [self.name]
 
     def shape(self, files: Any) -> list[int]:
         """Return the shape of weft's tensor, computed from the shapes of the tensors on disk."""

@@ -191,7 +191,8 @@ class Progress:
         )
         # As many values per row as fit, each below its label.
         shown = self._shown(self._values)
-        columns = max(1, min(len(shown), (self._console.width - 4) // 15))
+        widest = max((len(text) + 1 for pair in shown for text in pair), default=0)
+        columns = max(1, min(len(shown), (self._console.width - 4) // max(15, widest)))
         values = Table.grid(expand=True, padding=(0, 1))
         for _ in range(columns):
             values.add_column(ratio=1, no_wrap=True)
