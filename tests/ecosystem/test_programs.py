@@ -4,13 +4,13 @@ import contextlib
 import functools
 import importlib.util
 import re
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.programs import Imported
+from tests.train.command import free_port
 
 pytestmark = pytest.mark.long
 
@@ -58,9 +58,7 @@ def run_steps(
     for options in variants:
         if IMPORTS[program] == TORCHTITAN:
             options = [*options, *SMALL]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         for rank in range(ranks):
             programs.append(
                 f"import runpy, sys; sys.argv = [{program!r}, *{options!r}]; "

@@ -1,8 +1,10 @@
 """`weft train` as a person uses it, for tests: real processes on a tiny model and text."""
 
+import contextlib
 import io
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -136,10 +138,12 @@ def alone() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """One of this host that no process listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """One of this host that no process listens on. It is none of those that the system gives to connections, one of
+    which could take it before it is used."""
+    while True:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", 20000 + secrets.randbelow(10000)))
+            return free.getsockname()[1]
 
 
 def ranks_of(supervisor: int) -> dict[int, int]:
