@@ -220,4 +220,5 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def warn(options: argparse.Namespace, line: str) -> None:
+    """Print a line of the command to stderr."""
     print(f"weft {options.command}: {line}", file=sys.stderr, flush=True)

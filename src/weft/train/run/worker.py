@@ -78,7 +78,7 @@ class _Rank:
         self.watchdog: Watchdog | None = None
         """The watchdog; None before the ranks have met."""
         self.trains = False
-        """Whether the setup is complete: later errors are not errors of the configuration."""
+        """Whether the setup is complete: later, only a ConfigError is an error of the configuration."""
 
     def say(self, line: str) -> None:
         print(f"weft train: rank {self.number}: {line}", file=sys.stderr, flush=True)
