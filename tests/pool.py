@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 import weft.debug
 from weft.fsdp.runtime import options
+from weft.mesh import forget_meshes
 
 BUCKET_BYTES = options.BUCKET_BYTES
 """What users have."""
@@ -47,8 +48,8 @@ MAX_RANKS = 4
 MOST_BYTES = 1 << 17
 TIMEOUT_S = 120
 MOST_THREADS = 16
-"""With more threads after a job, a worker collects garbage. Meshes and models of earlier jobs hold process groups until
-then. Each group has three threads, one of which wakes a hundred times a second: 300 groups took a fifth of the CPU."""
+"""With more threads after a job, a worker collects garbage and clears torch's caches of meshes. Meshes and models of
+earlier jobs hold process groups until then, and each group has two threads."""
 MOST_S = float(os.environ.get("WEFT_JOB_SECONDS", "inf"))
 """Limits the time of every job. Some mutations make a job hang, which would otherwise use its whole time limit."""
 
@@ -236,6 +237,7 @@ def _serve(pipe: Any, port: int) -> None:
     With a store of files, which are polled, ranks would meet three times as slowly.
     """
     torch.set_num_threads(1)
+    _share_device()
     faulthandler.register(signal.SIGUSR1, open(_stacks_file(os.getpid()), "w"))  # noqa: SIM115  # until it ends
     store = dist.TCPStore("127.0.0.1", port, is_master=not port, wait_for_workers=False)
     pipe.send((os.getpid(), store.port))
@@ -250,7 +252,25 @@ def _serve(pipe: Any, port: int) -> None:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
         if len(os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ()) > MOST_THREADS:
+            forget_meshes()
             gc.collect()
+
+
+def _share_device() -> None:
+    """Give all process groups of gloo in this process one device.
+
+    By default each group has a device of its own, whose thread wakes a hundred times a second as long as the group
+    exists. Hundreds of groups took a tenth of the CPU time.
+    """
+    gloo = dist.ProcessGroupGloo
+    start, devices = gloo.__init__, [gloo.create_default_device()]
+
+    def start_on_device(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = gloo._Options()
+        options._devices, options._threads, options._timeout = devices, 2, timeout  # as many threads as by default
+        start(group, store, rank, size, options)
+
+    gloo.__init__ = start_on_device  # type: ignore[method-assign]
 
 
 def _stacks_file(pid: int) -> str:
