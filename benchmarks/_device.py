@@ -3,8 +3,9 @@
     with SlowDevice(20e9):      # 20 GFLOP/s
         step()                  # computes its products in far less time, then sleeps for the rest
 
-If ranks share cores, idle time of one rank speeds up the others, so a schedule that idles less gains nothing. With a
-simulated device per rank, as on a cluster, it does. Network transfers and host work take their real time.
+If ranks share cores, idle time of one rank speeds up the others, so a schedule with less idle time is not faster. With
+a simulated device for each rank, such a schedule is faster, as on a cluster. Network transfers and host work take their
+real time.
 """
 
 import time
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten._grouped_mm: 0, aten.addmm: 1}
-"""Operators, and where the first of their two factors stands."""
+"""Matrix products. For each, the index of the first of its two factors among the arguments."""
 
 
 class SlowDevice(TorchDispatchMode):

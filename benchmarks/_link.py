@@ -20,7 +20,8 @@ import torch.distributed as dist
 SUBNET = "10.231.77"
 CLONE_NEWNET = 0x40000000
 BURST_SECONDS = 0.002
-"""What a link that was idle may send at once, in seconds of its rate: little beside a transfer, or pauses would pay."""
+"""The burst that an idle link may send at once, in seconds at its rate. It is short compared with a transfer, because
+otherwise pauses would make later transfers faster."""
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def process_group(rate: str | None) -> Iterator[None]:
 
 
 def seconds_for(nbytes: float, rate: str) -> float:
-    """Return how long a link of `rate` takes to send this many bytes in one direction."""
+    """Return the seconds that a link of `rate` takes to send `nbytes` bytes in one direction."""
     number, unit = float(rate.rstrip("kmgbit")), rate.lstrip("0123456789.")
     return nbytes * 8 / (number * {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}[unit])
 

@@ -25,7 +25,7 @@ def sharded(net: nn.Sequential, fully_shard: Callable, **root: object) -> nn.Mod
 
 
 def step_of(net: nn.Module) -> Callable[[], None]:
-    """Return one training step on this rank's rows: forward, backward, AdamW."""
+    """Return a function that runs one training step on this rank's rows: forward, backward, AdamW."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def parser(description: str | None, *, rounds: int = 5, steps: int = 0, link: str = "") -> argparse.ArgumentParser:
-    """Return a parser with the options of a benchmark: `--rounds`, and `--steps` and `--link` if they have defaults."""
+    """Return a parser with the options of a benchmark: `--rounds`, and `--steps` and `--link` if given here."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--rounds", type=int, default=rounds)
     if steps:
@@ -52,12 +52,12 @@ def machine() -> str:
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
-    """Return the median over rounds of the ratio of two variants."""
+    """Return the median over rounds of the ratio of two variants' times."""
     return statistics.median(mine / other for mine, other in zip(ours, theirs))
 
 
 def table(taken: Mapping[str, list[float]], ours: str, unit: str, scale: float = 1.0) -> None:
-    """Print the median, minimum and maximum of each variant, and the median ratio of `ours` to it."""
+    """Print the median, minimum and maximum of each variant, and the median ratio of `ours` to the variant."""
     width = max(map(len, taken)) + 2
     print(f"{'side':{width}}{unit:>12}{'min':>10}{'max':>10}{f'{ours} / side':>20}")
     for name, values in taken.items():

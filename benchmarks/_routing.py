@@ -2,9 +2,9 @@
 
     uniform      all experts are equally likely
     zipf:S       expert n has a probability proportional to 1 / (n + 1)^S
-    FOLDER       the loads of a recorded run, layer by layer: the last ones in its metrics.jsonl
+    FOLDER       the last loads that a run has recorded in its metrics.jsonl, layer by layer
 
-Each layer numbers its experts differently, so that the most frequent ones are not all on one rank.
+Each layer numbers its experts differently, so that the most frequent experts are not all on one rank.
 """
 
 import json
@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.moe import expert_layers
 
 Shares = Sequence[Tensor]
-"""The probability of each expert, for one layer after the other; repeated if there are more layers."""
+"""For each layer, the probability of each expert. A model with more layers uses the sequence repeatedly."""
 
 
 def shares_of(name: str, experts: int) -> Shares:
@@ -61,9 +61,10 @@ def draw(shares: Tensor, tokens: int, k: int, generator: torch.Generator) -> Ten
 
 
 def assign(model: torch.nn.Module, shares: Shares, microbatches: int, seed: int) -> None:
-    """Make each router of `model` choose experts by `shares`: the same in each step, different for each microbatch.
+    """Make each router of `model` choose experts by `shares`. The choices are the same in each step, but differ between
+    microbatches.
 
-    The routers still compute their own scores, and thus weights and gradients.
+    The routers still compute their own scores, and from them weights and gradients.
     """
     for number, layer in enumerate(expert_layers(model).values()):
         layer.router._choose = _Assigned(shares[number % len(shares)], layer.router.top_k, microbatches, seed + number)

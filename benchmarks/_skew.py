@@ -9,7 +9,8 @@ ROUTINGS = ("uniform", "zipf:0.5", "zipf:1.0", "zipf:1.5")
 
 
 class OfRank(NamedTuple):
-    """One rank in one step: seconds of computation, the hidden part of the exchange, and rows sent to other ranks."""
+    """One rank in one step: seconds of computation, the hidden fraction (0 to 1) of the exchange, the number of
+    assignments to experts on other ranks, and the number of rows sent for them."""
 
     computing: float
     hidden: float
@@ -27,7 +28,7 @@ class Skew(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """The hidden part of the exchange, on the rank that hides least."""
+        """The hidden fraction of the exchange, on the rank that hides least."""
         return min(rank.hidden for rank in self.ranks)
 
     @property
@@ -38,7 +39,7 @@ class Skew(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The time of a step of `side`, divided by that of the unpaired nodes."""
+        """The time of a step of `side`, divided by the time of a step of the unpaired nodes."""
         return self.seconds[self.side] / self.seconds["unpaired nodes"]
 
 

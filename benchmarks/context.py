@@ -1,11 +1,11 @@
-"""Context parallelism: how long the lane of context ranks is busy, and how much of that computation hides.
+"""Context parallelism: how long the transfers between context ranks take, and what fraction computation hides.
 
     weft bench context --ranks 2 -- --link 800mbit     # as root: a network of limited bandwidth between the ranks
     weft bench context --ranks 2                       # loopback: transfers cost little, so hiding them gains little
 
 Each model has four layers of one mixer. Attention `*` is measured twice: with gathered keys and values, and with
-exchanged heads. All ranks share every row. A step is forward and backward of one batch. A transfer counts as hidden
-while this rank does not wait for any communication.
+exchanged heads. Each row is divided over all ranks. A step is forward and backward of one batch. A transfer counts as
+hidden while this rank computes and does not wait for any communication.
 """
 
 import statistics
@@ -48,7 +48,7 @@ def step(net: HybridModel, part: dict) -> None:
 
 
 def main() -> None:
-    """Measure each mixer; print on rank 0 the seconds per step, the seconds of the lane, and the hidden fraction."""
+    """Measure each mixer; print on rank 0 the seconds per step, the seconds of transfers, and the hidden fraction."""
     parser = _report.parser(__doc__, rounds=5, link="800mbit")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a row, over all ranks")
     parser.add_argument("--mixers", default=MIXERS, help=f"which of {MIXERS}")

@@ -2,9 +2,9 @@
 
     weft bench copies --ranks 2
 
-Time in the training thread: until `save` returns, when the state has been copied to the host. Time until it is
-committed: when the background thread has written and committed it. A copy every N steps adds the first time to one step
-in N. No round starts after 60 seconds.
+The benchmark measures two times. The time in the training thread ends when `save` returns: the state has then been
+copied to the host. The other time ends when the background thread has written and committed the state. A copy every N
+steps adds the first time to one step in N. No round starts after 60 seconds.
 """
 
 import os
@@ -27,7 +27,7 @@ from weft.comm.groups import first_rank_s
 from weft.train.run.memory import HOST_MEMORY
 
 LONGEST_S = 60.0
-"""No round begins after that time."""
+"""No round begins after this time, in seconds."""
 
 
 def main() -> None:

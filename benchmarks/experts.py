@@ -1,19 +1,20 @@
 """Expert parallelism: the combined schedule, the same nodes one after another, and plain forward and backward.
 
     weft bench experts --ranks 2 -- --link 800mbit      # as root: a network of limited rate between the ranks
-    weft bench experts --ranks 2                        # loopback: the exchange costs little, and so does hiding it
+    weft bench experts --ranks 2                        # loopback: the exchange costs little, so hiding it gains little
     weft bench experts --ranks 2 -- --link 400mbit --device 20     # as root: a device for each rank, too
     weft bench experts --ranks 2 -- --link 800mbit --routing zipf:1.0        # or uniform, or the folder of a run
     weft bench experts --ranks 2 -- --link 800mbit --skew --routing runs/stdlib-moe --picture skew.png
 
-Four attention layers with eight experts each, two per token, spread over all ranks, everything sharded (ZeRO-3). A step
-is forward and backward of all microbatches. An exchange counts as hidden while this rank computes, and as exposed while
-it waits for communication of any kind. `--routing` draws the experts of each token from a distribution, the same for
-all sides. `--skew` measures from uniform routing to Zipf's, and `--routing` besides.
+The model has four layers of attention and eight experts, two per token. The experts are spread over all ranks, and
+everything is sharded (ZeRO-3). A step is forward and backward of all microbatches. An exchange counts as hidden while
+this rank computes, and as exposed while it waits for communication of any kind. `--routing` draws the experts of each
+token from a distribution, which is the same for all variants. `--skew` measures uniform routing, then Zipf
+distributions with growing exponents, and `--routing` too if it is given.
 
-Sending and receiving take CPU time, which no schedule hides. "core s" is the CPU time of a step on rank 0; with one
-core per rank no step is shorter than that. With `--device` products take as long as on a device of so many GFLOP/s, and
-leave the cores to the network in that time (`benchmarks/_device.py`).
+Sending and receiving take CPU time, which no schedule hides. "core s" is the CPU time of a step on rank 0. With one
+core per rank, no step is shorter than this time. With `--device`, matrix products take as long as on a device of this
+rate in GFLOP/s, and leave the cores to the network during that time (`benchmarks/_device.py`).
 """
 
 import argparse
@@ -72,7 +73,7 @@ def plain(net: HybridModel, microbatches: list) -> None:
 
 DELAYED, PAIRED = "combined, wgrad delayed", "paired, wgrad delayed"
 HALVES = "combined, delayed, halves"
-"""Not with one row per expert: there is nothing to divide."""
+"""This variant needs one row per rank. With one row per expert, rows cannot be divided into halves."""
 SIDES: dict[str, Callable[[HybridModel, list], object]] = {
     "combined": forward_backward,
     DELAYED: lambda net, data: forward_backward(net, data, delay_wgrad=True),
@@ -85,15 +86,15 @@ SIDES: dict[str, Callable[[HybridModel, list], object]] = {
 
 
 class Recorded(NamedTuple):
-    """One more step of this rank. `processor`: the seconds of a core that its threads took. `lanes`: the seconds of
-    each lane, and the hidden part of them."""
+    """Measurements of one more step on this rank. `processor`: its CPU time in seconds, over all threads. `lanes`: for
+    each lane, the seconds in which it was busy, and the hidden fraction (0 to 1) of this time."""
 
     processor: float
     lanes: dict[str, tuple[float, float]]
 
 
 def record(step: Callable[[], object]) -> Recorded:
-    """Run one more step."""
+    """Run `step` once more and measure it."""
     dist.barrier()
     begin = time.process_time()
     with Timeline() as timeline:
@@ -171,8 +172,8 @@ def where(options: argparse.Namespace) -> str:
 
 
 def measured(name: str, shares: _routing.Shares, data: list, options: argparse.Namespace) -> _skew.Skew:
-    """Measure both overlapped schedules and the unpaired nodes under one routing. Return the times, and what each rank
-    did in the paired schedule."""
+    """Measure both overlapped schedules and the unpaired nodes under one routing. Return the times, and the
+    measurements of each rank in a step of the paired schedule."""
     sides = ("combined", PAIRED, "unpaired nodes")
     nets = {side: model(options.rows_per) for side in sides}
     for net in nets.values():
@@ -197,7 +198,7 @@ def measured(name: str, shares: _routing.Shares, data: list, options: argparse.N
 
 
 def report(taken: dict, recorded: dict[str, Recorded], nets: dict) -> None:
-    """What delayed weight gradients gain, and tables of lanes and of memory."""
+    """Print the gain from delayed weight gradients, and tables of CPU time, lanes and memory."""
     hidden = {name: f"{found.lanes['exchange'][1]:.0%} hidden" for name, found in recorded.items() if found.lanes}
     for name in ("paired", PAIRED):
         if name in recorded:

@@ -6,9 +6,9 @@
 The model communicates much and computes little: eight MLP blocks with 67 M parameters in total, 128 rows per rank. A
 step is forward, backward and AdamW. The variants alternate within each round, so that a slow phase of the machine
 affects all of them. The time of a round is that of the slowest rank; a variant's figure is the median over rounds.
-There are three lower bounds: the computation without communication, the gathers and reductions of ZeRO-3 without
-computation, and the CPU time that both take together on all ranks divided by the number of cores, which overlap cannot
-reduce.
+There are three lower bounds. The first is the computation without communication. The second is the gathers and
+reductions of ZeRO-3 without computation. The third is the CPU time of both on all ranks, divided by the number of cores
+that the ranks use. Overlap cannot reduce the third.
 """
 
 import os
@@ -30,8 +30,8 @@ from weft.comm.lanes import Lane
 
 
 def transfers() -> Callable[[], None]:
-    """Return a function that runs only the communication of a step: two gathers and a reduction per block, two at a
-    time."""
+    """Return a function that runs only the communication of a step: two gathers and a reduction per block. At most two
+    operations are in flight."""
     group, ranks, rank, device = dist.group.WORLD, dist.get_world_size(), dist.get_rank(), torch.device("cpu")
     numel = int(_mlp.bytes_sent(1) / 4 / _mlp.BLOCKS) // (ranks - 1) * ranks
     whole = [torch.zeros(numel) for _ in range(2)]
@@ -67,8 +67,8 @@ LIMITS = ("compute alone", "transfers alone")
 
 
 def processor_seconds(work: Callable[[], None], times: int) -> float:
-    """Return the seconds that the cores need for one `work()` of all ranks, gloo's threads included: the mean over
-    `times`.
+    """Return the seconds that the cores need for one `work()` of all ranks, including gloo's threads. The result is the
+    mean over `times` calls.
 
     Kernel time that is spent on packets outside of the processes is not included.
     """

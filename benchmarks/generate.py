@@ -65,7 +65,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gated delta nets, G (weft alone)": (
-        "",  # transformers' cache counts positions in a layer of attention
+        "",  # transformers' cache needs an attention layer to count positions
         {
             "pattern": "[G-]" * LAYERS,
             "vocab_size": VOCABULARY,
@@ -79,11 +79,12 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 def sides_of(kind: str, options: dict[str, Any]) -> dict[str, Callable[[], Step]]:
-    """Return weft's model and that of transformers, with the same weights."""
+    """Return functions that begin a generation with weft's model and with transformers' model. Both models have the
+    same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # it would write about kernels that are not installed between the rows
+    logging.set_verbosity_error()  # otherwise, warnings about missing kernels appear between the rows
     logging.disable_progress_bar()
     torch.manual_seed(0)
     if not kind:
@@ -111,7 +112,7 @@ def of_transformers(model: Any) -> Step:
 
 
 def seconds(begin: Callable[[], Step], length: int, steps: int) -> tuple[float, list[int]]:
-    """Return the seconds for each token after a prompt of `length`, and the tokens."""
+    """Return the mean seconds per token after a prompt of `length`, and the tokens."""
     prompt = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1))
     step, text = begin(), []
     token = step(prompt).argmax(-1, keepdim=True)
@@ -134,7 +135,7 @@ def main() -> None:
         sides = sides_of(kind, more)
         medians = []
         for length in LENGTHS:
-            texts = [seconds(begin, length, options.steps)[1] for begin in sides.values()]  # warm, too
+            texts = [seconds(begin, length, options.steps)[1] for begin in sides.values()]  # also warms up
             assert texts[0] == texts[-1], f"{name}: after {length} positions the texts differ"
             taken: dict[str, list[float]] = {side: [] for side in sides}
             for _ in range(options.rounds):

@@ -60,7 +60,7 @@ class Size(NamedTuple):
 LARGE = Size(2, 32, 2, 2, 8) if REHEARSES else Size(12, 1024, 16, 4, 512)
 SMALL = Size(2, 16, 2, 1, 4) if REHEARSES else Size(24, 256, 4, 2, 64)
 SIZES = {"small": SMALL, "large": LARGE}
-"""The steps of small layers are bound by the host, which is what graphs are for."""
+"""Steps of small layers are bound by host time, which graphs reduce."""
 
 
 def synchronize() -> None:
@@ -80,7 +80,7 @@ def pretended(ranks: int) -> Iterator[None]:
 
 
 def sharded(net: nn.Sequential, fully_shard: Callable | None) -> nn.Module:
-    """Shard each layer as one unit, then the root; None leaves the model as it is."""
+    """Shard each layer as one unit, then the root. If `fully_shard` is None, leave the model unsharded."""
     if fully_shard is not None:
         for layer in net:
             fully_shard(layer)
@@ -97,7 +97,7 @@ def graphed(net: nn.Sequential) -> nn.Module:
 
 
 def tiny(wrap: Callable[[nn.Sequential], nn.Module]) -> Callable[[], float]:
-    """Return the seconds that the host takes to issue forward and backward of many tiny layers."""
+    """Return a function that issues forward and backward of many tiny layers, and returns the host's seconds."""
     net = wrap(nn.Sequential(*(nn.Linear(TINY, TINY) for _ in range(UNITS))).to(DEVICE))
     rows = torch.ones(2, TINY, device=DEVICE)
 
@@ -125,7 +125,7 @@ def transformer(wrap: Callable[[nn.Sequential], nn.Module], size: Size) -> nn.Mo
 
 
 def step_of(net: nn.Module, size: Size) -> Callable[[], None]:
-    """Return a step that waits for its end: forward, backward and AdamW."""
+    """Return a function that runs forward, backward and AdamW, and waits until the GPU has finished."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     rows = torch.randn(size.rows, size.length, size.width, device=DEVICE)
 
@@ -143,7 +143,7 @@ def launches(step: Callable[[], None]) -> int:
     """Return how many operations the host launches on the GPU in a step: kernels, copies, fills."""
     activities = [ProfilerActivity.CPU, *([] if REHEARSES else [ProfilerActivity.CUDA])]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*Profiler clears events")  # there is one cycle
+        warnings.filterwarnings("ignore", ".*Profiler clears events")  # this profile has only one cycle
         with profile(activities=activities) as recorded:
             step()
     started = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
@@ -155,7 +155,7 @@ def allocated(of: Callable[[], None] | None = None) -> int:
     if REHEARSES:
         return 0
     if of is None:
-        gc.collect()  # earlier models, whose memory would be freed while this one is measured
+        gc.collect()  # frees earlier models now, not while this one is measured
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -195,7 +195,7 @@ def lanes() -> None:
         mock.patch.object(collectives, "all_gather", all_gather),
         mock.patch.object(collectives, "reduce_scatter", reduce_scatter),
     ):
-        each = weft.RuntimeOptions(bucket_bytes=0)  # in a message of its own: bundles have lanes of their own
+        each = weft.RuntimeOptions(bucket_bytes=0)  # one message per unit, because bundles use other lanes
         wrap = partial(sharded, fully_shard=partial(weft.fully_shard, runtime=each))
         step = step_of(transformer(wrap, LARGE), LARGE)
         for _ in range(3):
@@ -226,7 +226,7 @@ def steps(rounds: int, backend: str) -> None:
     try:
         ranks, say = dist.get_world_size(), print if dist.get_rank() == 0 else _say_nothing
         over = "one rank over NCCL" if ranks == 1 else f"first of {ranks} ranks that share the card, over gloo"
-        for name, size in [*SIZES.items()][: 2 if ranks == 1 else 1]:  # copies of large layers would take minutes
+        for name, size in [*SIZES.items()][: 2 if ranks == 1 else 1]:  # over gloo, large layers would take minutes
             shape = f"{size.layers} {name} transformer layers of width {size.width}, {size.rows} x {size.length} rows"
             compare(f"{shape}, {over}", size, rounds, say)
     finally:
@@ -258,7 +258,7 @@ def compare(title: str, size: Size, rounds: int, say: Callable[[str], None]) -> 
 
 
 def launches_and_peak(wrap: Callable[[nn.Sequential], nn.Module], size: Size) -> tuple[int, int, int]:
-    """Return the launches and the peak memory of a warmed-up step, and how many of its scopes are replays."""
+    """Return the launches, the peak memory in bytes, and the number of replays of a warmed-up step."""
     before = allocated()
     net = transformer(wrap, size)
     step = step_of(net, size)
@@ -290,7 +290,7 @@ def main() -> None:
         card = "a rehearsal without a card: no figure means anything"
     elif torch.cuda.is_available():
         torch.cuda.set_device(0)
-        torch.cuda.init()  # so that no mesh takes the card of the rank's number
+        torch.cuda.init()  # otherwise, a mesh would select the card with the rank's number
         card = torch.cuda.get_device_name()
     else:
         raise SystemExit("no GPU here: this benchmark needs one")

@@ -2,10 +2,10 @@
 
     weft bench groups --ranks 2
 
-Both have the same weights, are fully sharded (ZeRO-3), spread experts over all ranks, and run under the combined
+Both models have the same weights, are fully sharded (ZeRO-3), spread experts over all ranks, and run under the combined
 schedule. A step is forward and backward of all microbatches. The losses of both are compared before the measurement.
-The CPU time of a step is printed too, because it varies less on a machine that runs other programs. Finally, groups are
-compared with the same symbols without groups.
+The CPU time of a step is printed too, because it varies less on a machine that runs other programs. Finally, two
+patterns with the same symbols in different groups are compared.
 """
 
 import statistics
@@ -118,7 +118,7 @@ class Transformer(nn.Module):
 
 
 def by_hand(meshes: weft.Meshes, weights: Sequence[Tensor]) -> Transformer:
-    """Return the Transformer with these weights, sharded like `weft.models.shard` does."""
+    """Return the Transformer with these weights, sharded as by `weft.models.shard`."""
     net = Transformer(meshes)
     with torch.no_grad():
         for parameter, weight in zip(in_order(net), weights, strict=True):
@@ -132,7 +132,7 @@ def by_hand(meshes: weft.Meshes, weights: Sequence[Tensor]) -> Transformer:
 
 
 def in_order(net: Transformer) -> list[nn.Parameter]:
-    """Return the model's parameters in the order of those of a `HybridModel`."""
+    """Return the model's parameters in the order in which a `HybridModel` has them."""
     ordered = [net.embedding.weight]
     for layer in net.layers:
         ordered += [layer.attention_norm.weight, *(each.weight for each in (layer.q, layer.k, layer.v, layer.o))]

@@ -3,10 +3,10 @@
     weft bench host --ranks 1
 
 A step is only forward and backward, and the time of the same layers without sharding is subtracted. Times are CPU time
-of the process, so other processes do not count.
+of the process, so they do not include the time of other processes.
 
-The last line is about graphs: the host time of one replayed scope, forward and backward, without its kernels, and the
-number of operators that an eager call of the scope launches.
+The last line is about graphs. It shows the host time of one replayed scope (a captured part of a model), forward and
+backward, without its kernels, and the number of operators that an eager call of the scope launches.
 
 The benchmark also counts the Python functions, in the files of each library, that a steady step of three layers and a
 root calls. This number does not depend on the machine.
@@ -33,11 +33,11 @@ from weft.graphs.tape import Tape
 
 UNITS, WIDTH = 64, 8
 FILES = {"weft": (weft.__path__[0],), "FSDP2": (f"{torch.distributed.fsdp.__path__[0]}/_fully_shard",)}
-"""Where the functions of each side are."""
+"""For each library, the paths of the files whose functions are counted."""
 
 
 def model(fully_shard: Callable | None, units: int = UNITS) -> nn.Module:
-    """Return layers of 72 parameters, each a separate unit."""
+    """Return layers of 72 parameters. Each layer is a separate unit, or unsharded if `fully_shard` is None."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(units)))
     if fully_shard is not None:
@@ -65,7 +65,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, WIDTH] -> the same."""
+        """Apply the block; [rows, WIDTH] -> [rows, WIDTH]."""
         return rows + self.down(nn.functional.gelu(self.up(self.norm(rows))))
 
 
@@ -73,7 +73,7 @@ def replayed(steps: int) -> tuple[float, int]:
     """Return the host's microseconds per replayed scope, and the number of operators that the replay replaces."""
     calls = 0
     seconds_of = []
-    for scopes in (UNITS, 0):  # what is around them is in both
+    for scopes in (UNITS, 0):  # the difference is the time of the scopes alone
         net = nn.Sequential(*(Block() for _ in range(UNITS)), nn.Linear(WIDTH, WIDTH))
         chosen = [str(number) for number in range(scopes)] or [str(UNITS)]
         graphs = weft.Graphs(modules=chosen, warmup=1, backend="tape")

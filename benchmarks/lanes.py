@@ -1,10 +1,11 @@
-"""Do all-gathers overlap with reduce-scatters, with one communicator for both and with one for each?
+"""Measures whether all-gathers overlap with reduce-scatters, with one communicator for both and with one for each.
 
     weft bench lanes --ranks 2 -- --link 4gbit --picture lanes.png      # as root: a link between the ranks
 
-Prints the seconds per step in which each lane is busy, the seconds in which both are, and the share of the time of
-reductions during which a gather also runs. One communicator runs its operations one after another, so with a single one
-that share is 0. The ratio in the last line shows how a second communicator changes the time of a step.
+Prints the seconds per step in which each lane is busy, and the seconds in which both are. Also prints the share of the
+reductions' time during which a gather runs too. One communicator runs its operations one after another, so with a
+single communicator this share is 0. The ratio in the last line shows how a second communicator changes the time of a
+step.
 """
 
 import argparse

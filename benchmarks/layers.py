@@ -2,8 +2,8 @@
 
     weft bench layers --ranks 1
 
-Mamba-2 (chunked) is compared with that of Nemotron-H, the gated delta net (chunked) with that of Qwen3-Next, and the
-experts with Mixtral's default path. The memory is what autograd keeps from forward to backward.
+Mamba-2 (chunked) is compared with Nemotron-H's, the gated delta net (chunked) with Qwen3-Next's, and the experts with
+Mixtral's default path. The printed memory is the memory that autograd keeps from forward to backward.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ CONFIG = HybridConfig(
 
 
 def theirs() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return the layers of transformers, by the names of weft's."""
+    """Return transformers' layers, by the names of weft's layers."""
     mamba = NemotronHConfig(
         hidden_size=HIDDEN,
         layers_block_type=["linear_attention"],

@@ -1,4 +1,4 @@
-"""Weights that are gathered quantized, compared with bf16, over a network of limited bandwidth.
+"""Quantized weights compared with bf16 weights, gathered over a network of limited bandwidth.
 
     weft bench narrow --ranks 2 -- --link 400mbit      # as root
 
@@ -41,7 +41,7 @@ def sharded(recipe: weft.quantize.Quantization | None) -> nn.Module:
 
 
 def step_of(net: nn.Module, cpu: list[float]) -> Callable[[], None]:
-    """Return a step of four microbatches and an update; it appends its CPU seconds to `cpu`."""
+    """Return a function that runs four microbatches and an update, and appends its CPU seconds to `cpu`."""
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     rows = torch.randn(8, _mlp.WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 

@@ -5,8 +5,8 @@
 One process trains a small model of four layers on the source text of the standard library, with the optimizer of
 `configs/stdlib.toml`, and prints the validation loss after the last step. Each seed has different initial weights and a
 different order of the data. At the end it prints the mean difference from bf16 at the same seed, its standard error,
-and the number of runs that are worse than the worst of bf16. It also prints the error of the format alone: the relative
-root mean square error of the last run's weights, and of the best and the worst matrix.
+and the number of runs that are worse than the worst run in bf16. It also prints the error of the format alone: the
+relative root mean square error of the last run's weight matrices, as mean, minimum and maximum over the matrices.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def text() -> torch.Tensor:
 
 
 def batch(source: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels."""
+    """Return random excerpts of `source` as tokens and labels, [ROWS, LENGTH] each."""
     places = torch.randint(0, len(source) - LENGTH - 1, (ROWS,), generator=generator)
     rows = torch.stack([source[place : place + LENGTH + 1] for place in places])
     return rows[:, :-1], rows[:, 1:]

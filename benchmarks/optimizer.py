@@ -4,7 +4,7 @@
 
 The model has 50 units of ten linear layers each, 0.5 M parameters in total, so that only the handling of tensors costs
 time. A step clips the norm of the whole model and runs AdamW. The gradients are set beforehand and are the same for all
-variants. FSDP2 is measured with fused and with foreach AdamW; the target of 0.3 applies to the faster one.
+variants. FSDP2 is measured with fused and with foreach AdamW. weft's target is 0.3 of the time of the faster one.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def trained(fully_shard: Callable) -> nn.Module:
 
 
 def flat() -> Callable[[], None]:
-    """Return a step of weft's flat AdamW and clipping."""
+    """Return a function that runs one step of weft's flat AdamW and clipping."""
     net = trained(weft.fully_shard)
     optimizer = weft.optim.flat(torch.optim.AdamW, net, lr=1e-4, fused=True)
 
@@ -44,7 +44,7 @@ def flat() -> Callable[[], None]:
 
 
 def per_parameter(fully_shard: Callable, **form: bool) -> Callable[[], None]:
-    """Return a step of torch's AdamW and clipping on the parameters of a sharded model."""
+    """Return a function that runs one step of torch's AdamW and clipping on the parameters of a sharded model."""
     net = trained(fully_shard)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, **form)
 

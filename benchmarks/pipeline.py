@@ -1,17 +1,17 @@
-"""Pipeline schedules: weft's, and torch's own on the same model.
+"""Pipeline schedules of weft and of torch on the same model.
 
     weft bench pipeline --ranks 4 -- --device 0.5 --link 30mbit   # as root: a device and a link for each rank
     weft bench pipeline --ranks 4 -- --pp 4 --device 0.5          # experts are not spread: no exchange to hide
     weft bench pipeline --ranks 4                                # the cores of this machine, shared by all ranks
 
-The model has layers of attention and experts, with four of eight experts per token: two layers on each of the `--pp`
-ranks of a pipeline, and experts spread over the remaining ranks. A step is forward and backward of all microbatches.
-Nothing is sharded or reduced, so only the order of operations differs. torch's schedules run the same layers, whose
-experts exchange tokens inside of their forward and backward.
+The model has layers of attention and eight experts, four per token. Each of the `--pp` ranks of a pipeline has two
+layers. The experts of a layer are spread over all ranks that have this layer. A step is forward and backward of all
+microbatches. Nothing is sharded or reduced, so only the order of operations differs. torch's schedules run the same
+layers, whose experts exchange tokens inside of their forward and backward.
 
 "Idle" is the share of a step in which a rank neither computes nor waits for an exchange inside a computation. "Exposed"
 is the share in which it waits for an exchange. "Hidden" is the share of the exchange that overlaps with computation.
-They are means over ranks in one additional step.
+All three are means over ranks in one additional step.
 """
 
 import argparse
@@ -60,7 +60,7 @@ OURS: dict[str, tuple[dict, dict]] = {
     "weft combined, halves": ({"schedule": "combined", **FINEST}, LOOPS),
     "weft dualpipev, halves": ({"schedule": "dualpipev", **FINEST}, V),
 }
-"""What is given to `forward_backward`, and to the model."""
+"""For each variant, the arguments of `forward_backward` and of the model."""
 THEIRS: dict[str, tuple[Any, dict]] = {"torch 1F1B": (Schedule1F1B, {}), "torch DualPipeV": (ScheduleDualPipeV, V)}
 
 
@@ -106,14 +106,14 @@ def built(meshes: weft.Meshes, how: dict) -> HybridModel:
 
 
 def our_step(model: HybridModel, data: list, how: dict) -> list[Tensor]:
-    """Return a forward and backward under one of weft's schedules."""
+    """Run forward and backward under one of weft's schedules. Return the losses."""
     losses = forward_backward(model, data, **how)
     model.zero_grad()
     return losses
 
 
 def their_step(meshes: weft.Meshes, model: HybridModel, data: list, schedule: Any) -> Callable[[], list[Tensor]]:
-    """Return a forward and backward under one of torch's schedules."""
+    """Return a function that runs forward and backward under one of torch's schedules, and returns the losses."""
     cut: Any = model.cut
     hidden = torch.empty(ROWS, SEQUENCE, CONFIG.hidden_size, requires_grad=True)
     stages = []
@@ -151,8 +151,8 @@ def sides(meshes: weft.Meshes, data: list) -> dict[str, Callable[[], list[Tensor
 
 
 def shares(intervals: list[Interval], seconds: float) -> list[float]:
-    """Return the idle share, the exposed share and the exchange's share of a step of this length, and the hidden
-    fraction."""
+    """Return the idle share, the exposed share and the exchange's share of a step of `seconds`, and the hidden fraction
+    of the exchange."""
     computing = busy(intervals, "compute", "wait") - busy(intervals, "wait")
     moving = busy(intervals, "exchange")
     hidden = overlap(intervals, "exchange", "compute", without="wait")
@@ -195,7 +195,7 @@ def measure(options: argparse.Namespace) -> None:
         steps = sides(meshes, data)
         expected = steps["weft 1f1b"]()
         for step in steps.values():
-            if losses := step():  # torch's are on the rank of the last stage only
+            if losses := step():  # torch returns losses only on the rank of the last stage
                 torch.testing.assert_close(losses, expected)
         taken = _report.in_turn(steps, options.rounds, 1)
         found = {name: recorded(step) for name, step in steps.items()}
@@ -213,7 +213,7 @@ def report(taken: dict, found: dict) -> None:
     for name, values in found.items():
         ratio = statistics.median(one / it for one, it in zip(taken["weft 1f1b"], taken[name]))
         idle, exposed, exchange, hidden = (f"{value:.0%}" for value in values)
-        if name in THEIRS or math.isnan(values[-1]):  # torch's wait for each exchange where it begins
+        if name in THEIRS or math.isnan(values[-1]):  # torch's schedules wait for each exchange immediately
             hidden = "-"
         print(f"{name:24}{idle:>8}{exposed:>9}{exchange:>10}{hidden:>8}{ratio:11.2f}")
 

@@ -2,13 +2,14 @@
 
     weft bench small --ranks 2
 
-Two models with almost no computation: 150 units of eight parameters, and 60 units of two. A step is forward, backward,
-clipping and AdamW. torch's functions are called with their defaults: `torch.optim.AdamW(model.parameters())`.
+This command measures two models with almost no computation: 150 units of eight parameter tensors each, and 60 units of
+two. A step is forward, backward, clipping and AdamW. torch's functions are called with their defaults:
+`torch.optim.AdamW(model.parameters())`.
 
     weft bench small --ranks 2 -- --sweep
 
-The same step for units of 1 KB to 64 MB, each a single matrix. For small units the latency of messages dominates, for
-large ones their size.
+This command measures the same step for units of 1 KB to 64 MB. Each unit is a single matrix. For small units, the
+latency of messages dominates; for large units, the size of messages does.
 """
 
 import statistics
@@ -34,9 +35,9 @@ OPTIMIZERS = {
 }
 SIZES = {"1 KB": 16, "4 KB": 32, "16 KB": 64, "64 KB": 128, "256 KB": 256, "1 MB": 512, "4 MB": 1024, "16 MB": 2048}
 SIZES["64 MB"] = 4096
-"""The width of a square matrix of fp32 that has so many bytes."""
+"""For each size of a unit, the width of a square fp32 matrix of this size."""
 TOTAL = 128 << 20
-"""The most bytes of a model of the sweep, but for the largest, which has two units."""
+"""The maximum size of a model of the sweep, in bytes: two units of the largest size."""
 
 
 def sweep(rounds: int, times: int) -> None:
@@ -57,15 +58,15 @@ def sweep(rounds: int, times: int) -> None:
 
 
 def matrix(width: int) -> nn.Linear:
-    """Return a layer that preserves the scale of its input. torch's default initial weights shrink it, over 128 layers
-    to denormal numbers, with which arithmetic takes several times as long."""
+    """Return a layer that preserves the scale of its input. torch's default initial weights shrink it. After 128
+    layers, the values would be denormal numbers, which make arithmetic several times slower."""
     layer = nn.Linear(width, width, bias=False)
     nn.init.normal_(layer.weight, std=width**-0.5)
     return layer
 
 
 def step_of(net: nn.Module, rows: torch.Tensor) -> Callable[[], object]:
-    """Return a step: forward, backward, clipping and AdamW."""
+    """Return a function that runs one step: forward, backward, clipping and AdamW."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -78,7 +79,8 @@ def step_of(net: nn.Module, rows: torch.Tensor) -> Callable[[], object]:
 
 
 def parts_of(units: int, layers: int, wrap: Callable[[nn.Sequential], nn.Module]) -> dict[str, Callable[[], object]]:
-    """Return a whole step, and the optimizers and the clipping alone, on the gradients of an earlier backward."""
+    """Return functions that run a whole step, each optimizer's step alone, and clipping alone. The last two use the
+    gradients of an earlier backward."""
     torch.manual_seed(0)
     net = wrap(nn.Sequential(*(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))) for _ in range(units))))
     steps = {name: kind(net.parameters(), lr=1e-4, **form).step for name, (kind, form) in OPTIMIZERS.items()}
@@ -88,7 +90,7 @@ def parts_of(units: int, layers: int, wrap: Callable[[nn.Sequential], nn.Module]
 
 
 def sharded(fully_shard: Callable) -> Callable[[nn.Sequential], nn.Module]:
-    """Shard each block as one unit, then the root."""
+    """Return a function that shards each block as one unit, then the root."""
 
     def wrap(net: nn.Sequential) -> nn.Module:
         for unit in net:

@@ -1,4 +1,4 @@
-"""Writes the inputs of a fine-tuning: a small model in the format of a release, conversations, and a configuration.
+"""Writes the inputs for fine-tuning: a small model in Hugging Face's format, conversations, and a configuration.
 
     python examples/chat_model.py runs/chat          # model/, talks.jsonl, chat.toml
     weft train runs/chat/chat.toml --ranks 2         # fine-tunes the model on the conversations

@@ -97,10 +97,10 @@ def main() -> None:
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder[0])
         set_state_dict(loaded, loaded_optimizer, model_state_dict=weights, optim_state_dict=moments)
 
-    # The second loss comes after a step, so it shows that the optimizer's state came along.
+    # The second loss is computed after a step, so it also depends on the loaded state of the optimizer.
     for name, pair in {"uninterrupted": (model, optimizer), "loaded": (loaded, loaded_optimizer)}.items():
         say(f"{name} losses " + " ".join(f"{mean(train_step(*pair, tokens)):.6f}" for _ in range(2)))
-    dist.barrier()  # without it, gloo's threads may still be at work when Python ends, which aborts the process
+    dist.barrier()  # without it, Python may exit while gloo's threads still run, which aborts the process
     dist.destroy_process_group()
 
 

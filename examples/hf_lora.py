@@ -31,7 +31,7 @@ def shard(model, **options):
 
 
 def sentences(rank, ranks):
-    """Return this rank's microbatches, in the form that a tokenizer returns: numbers that count up."""
+    """Return this rank's microbatches, in the form that a tokenizer returns. Rows count up from random numbers."""
     starts = torch.randint(CONFIG.vocab_size, (16, 4, 1), generator=torch.Generator().manual_seed(rank))
     return [{"input_ids": batch, "labels": batch} for batch in (starts + torch.arange(33)) % CONFIG.vocab_size]
 

@@ -17,7 +17,7 @@ import weft
 
 
 def parallelize(model: nn.Module, device_mesh) -> nn.Module:
-    """Shard the model with the code that one writes for FSDP2."""
+    """Shard the model with the calls of a script for FSDP2."""
     for layer in model:
         fsdp.fully_shard(layer, mesh=device_mesh["data_parallel"])
     return fsdp.fully_shard(model, mesh=device_mesh["data_parallel"])

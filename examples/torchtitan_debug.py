@@ -1,10 +1,10 @@
-"""Trains a debug model of torchtitan on CPU ranks, with weft in place of FSDP2. The examples of torchtitan's models
-use this file. torchtitan supplies the configuration, parallelize function, loss, clipping, optimizer and checkpoints.
+"""Trains a debug model of torchtitan on CPU ranks, with weft in place of FSDP2. The other torchtitan examples use this
+file. torchtitan supplies the configuration, parallelize function, loss, clipping, optimizer and checkpoints.
 
     option                     effect
     -------------------------  ---------------------------------------------------------------------------------
     --tp 2                     torchtitan's tensor and sequence parallelism; half as many data-parallel ranks
-    --ep 2                     torchtitan's expert parallelism: experts have their own mesh, tokens go by all-to-all
+    --ep 2                     torchtitan's expert parallelism: experts have their own mesh and exchange tokens
     --replicate 2              hybrid sharding: replicas, each sharded over half of the data-parallel ranks
     --spmd full_dtensor        parameters, activations and inputs are DTensors over the whole mesh
     --ac full|selective        activation checkpointing of each block

@@ -1,4 +1,4 @@
-"""torchtitan's Llama 3 through its own parallelize function, with weft in FSDP2's place.
+"""Trains torchtitan's Llama 3, parallelized by torchtitan's own function, with weft in place of FSDP2.
 
 torchrun --nproc-per-node 2 examples/torchtitan_llama3.py [--torch] [--tp 2] [--ac full] ...     (CPU, debug model)
 """

@@ -1,7 +1,7 @@
 """Build the evidence page: which test shows each claim of the documentation.
 
-Pages name tests in HTML comments, which neither the site nor the code host shows. A test is named as pytest does, from
-`tests/`. There are two forms:
+Pages name tests in HTML comments, which neither the site nor the code host shows. A test has the name that pytest gives
+it, relative to `tests/`. There are two forms:
 
     Gradients equal those of one process. <!-- evidence: fsdp/test_numbers.py::test_two_axes_equal_one_process -->
 
@@ -9,7 +9,8 @@ Pages name tests in HTML comments, which neither the site nor the code host show
     a claim that the page does not spell out | fsdp/test_plan.py::test_this fsdp/test_plan.py::test_that
     -->
 
-The first form belongs to the sentence before it, or to its table row. `python scripts/evidence.py` prints the page.
+A comment of the first form refers to the sentence before it or, in a table, to its row. `python scripts/evidence.py`
+prints the page.
 """
 
 import re
@@ -36,17 +37,17 @@ class Claim(NamedTuple):
 
 
 def pages() -> list[Path]:
-    """The pages that may name tests, those of the guide first."""
+    """Return the pages that may name tests: README.md, the pages of docs/, and those of docs/howto/."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "howto").glob("*.md"))]
 
 
 def hidden(markdown: str) -> str:
-    """The page without its evidence: what a reader sees."""
+    """Return the page without its evidence, as a reader sees it."""
     return COMMENT.sub("", markdown)
 
 
 def sentences(block: str) -> Iterator[str]:
-    """A paragraph, list item or table row in parts that may have evidence of their own."""
+    """Yield the parts of a paragraph, list item or table row that may each have evidence."""
     if block.startswith("|"):
         cells = [cell.strip() for cell in block.strip("| ").split(" | ")]
         named = [cell for cell in cells if MARK.sub("", cell).strip()][:3]
@@ -60,7 +61,7 @@ def sentences(block: str) -> Iterator[str]:
 
 
 def claims(markdown: str) -> Iterator[Claim]:
-    """All claims of a page that have evidence, in its order."""
+    """Yield all claims of a page that have evidence, in the order of the page."""
     found: list[str] = []
 
     def mark(comment: re.Match[str]) -> str:
@@ -93,7 +94,7 @@ def claims(markdown: str) -> Iterator[Claim]:
 
 
 def markdown() -> str:
-    """The evidence page."""
+    """Return the evidence page."""
     parts = [
         "# Evidence\n",
         "Each claim of the documentation that a test shows, page by page, with its tests. Paths begin at `tests/`. "

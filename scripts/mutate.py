@@ -4,8 +4,9 @@
 
 A mutation is applied to a copy of `src` in a temporary folder, and its test runs against that copy in a separate
 process. Before that, all named tests must pass against an unchanged copy. With `--after-tests`, for a checkout whose
-tests have just passed, one named test of each file must. The exit code is 1 if one of them fails, if a mutant survives,
-if its test gives no answer, or if the text to replace is not in the source exactly once.
+tests have just passed, only one named test of each file must pass. The exit code is 1 if one of these tests fails, if a
+mutant survives, if a mutant's test does not end within the time limit, or if the text to replace does not occur exactly
+once in the source.
 
 | to                                       | look into                 |
 |------------------------------------------|---------------------------|
@@ -32,19 +33,19 @@ from trials import Outcome, import_what_weft_does, run_in_turn
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
 TIMEOUT_S = 300
-"""For one test, on a machine that does other things."""
+"""The time limit of one test, in seconds, on a machine that also runs other programs."""
 BASELINE_TIMEOUT_S = 900
 
 
 def mutations() -> list[Mutation]:
-    """All of the folder, in the order of its files."""
+    """Return all mutations in the folder `mutations`, in the order of its files."""
     files = sorted(file.stem for file in (ROOT / "scripts" / "mutations").glob("*.py"))
     modules = [importlib.import_module(f"mutations.{name}") for name in files]
     return [each for module in modules for each in getattr(module, "MUTATIONS", ())]
 
 
 def mutated(mutation: Mutation, source: Source, pristine: Path, folder: Path) -> Path:
-    """A copy of `pristine` in `folder`, mutated. Its other files are those of `pristine`."""
+    """Return a mutated copy of `pristine` in `folder`. Unchanged files are hard links to those of `pristine`."""
     copy = folder / mutation.name.replace(" ", "-")
     shutil.copytree(pristine, copy, copy_function=os.link)
     changed, text = source.mutated(mutation)
@@ -57,7 +58,7 @@ def mutated(mutation: Mutation, source: Source, pristine: Path, folder: Path) ->
 
 
 def said_of(outcome: Outcome) -> str:
-    """The verdict on a mutant whose test ended so."""
+    """Return the verdict on a mutant whose test had this outcome."""
     known = {0: "SURVIVED", 1: "killed", None: f"NO ANSWER in {TIMEOUT_S} s"}
     return known.get(outcome.status, f"NO TEST (exit {outcome.status})")
 
@@ -65,7 +66,7 @@ def said_of(outcome: Outcome) -> str:
 def try_out(
     mutations: Sequence[Mutation], source: Source, folder: Path, jobs: int, after_tests: bool = False
 ) -> list[str]:
-    """Print what becomes of each mutant; reports of those that were not killed."""
+    """Print the verdict on each mutant. Return reports of the mutants that were not killed."""
     pristine = folder / "as it is"
     shutil.copytree(SOURCE, pristine)
     begin = time.monotonic()
@@ -91,7 +92,7 @@ def try_out(
 
 
 def main() -> int:
-    """See the module."""
+    """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(description="Mutants of the source that a named test must kill.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="of the mutations to try; all by default")
     parser.add_argument("--jobs", type=int, default=2, help="mutants to try at a time (default: 2)")

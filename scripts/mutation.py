@@ -1,10 +1,10 @@
 """Mutations of the source. A `Mutation` says what to replace and where; `Source` finds the place by its syntax.
 
 `where` is the dotted name of a class, of a function or of a module's variable, anywhere in src/weft: `Freshness.reach`.
-Where several modules have that name, the first parts of the module's path come before it: `moe:Router.forward`.
+If several modules have this name, put the first parts of the module's path before it: `moe:Router.forward`.
 
-`old` and `new` are Python and compared as syntax: line breaks, indentation, comments and quotes make no difference.
-`old` is in `where` exactly once, as a whole:
+`old` and `new` are Python code and are compared as syntax: line breaks, indentation, comments and quotes make no
+difference. `old` must occur in `where` exactly once, as one of these:
 
 | old                                | what it is                                                                     |
 |------------------------------------|--------------------------------------------------------------------------------|
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 
 class Mutation(NamedTuple):
-    """`old`, once in `where`, becomes `new`; `test` below tests/ must fail then."""
+    """Replaces `old`, which occurs once in `where`, with `new`. Then `test`, a test below tests/, must fail."""
 
     name: str
     where: str
@@ -37,7 +37,7 @@ class Mutation(NamedTuple):
 
 
 class Misfit(Exception):
-    """What is wrong with a mutation of the source as it is."""
+    """A mutation does not fit the source, for the reason in the message."""
 
 
 class Place(NamedTuple):
@@ -56,10 +56,10 @@ class Source:
 
     @cached_property
     def _scopes(self) -> dict[str, dict[Path, list[ast.stmt]]]:
-        """All that has a dotted name, by file."""
+        """For each dotted name, the statements that define it, by file."""
         found: dict[str, dict[Path, list[ast.stmt]]] = {}
         was_enabled = gc.isenabled()
-        gc.disable()  # parsing takes half as long
+        gc.disable()  # parsing then takes half as long
         for file in sorted(self.package.rglob("*.py")):
             for name, node in _named(ast.parse(file.read_bytes())):
                 found.setdefault(name, {}).setdefault(file, []).append(node)
@@ -68,7 +68,7 @@ class Source:
         return found
 
     def find(self, mutation: Mutation) -> Place:
-        """Where `old` is; raises `Misfit` where it is not exactly once."""
+        """Return the place of `old`. Raises `Misfit` unless `old` occurs exactly once."""
         path, _, name = mutation.where.rpartition(":")
         having = {
             file: nodes for file, nodes in self._scopes.get(name, {}).items() if _is_in(path, self._module_of(file))
@@ -84,7 +84,7 @@ class Source:
         return places[0]
 
     def misfits(self, mutations: Iterable[Mutation]) -> list[str]:
-        """One line for each that does not fit."""
+        """Return one line for each mutation that does not fit the source."""
         found = []
         for each in mutations:
             try:
@@ -94,7 +94,7 @@ class Source:
         return found
 
     def mutated(self, mutation: Mutation) -> tuple[Path, str]:
-        """A file, and its text with the mutation: all around what is replaced stays as it is."""
+        """Return a file and its text with the mutation. The text around the replaced nodes is unchanged."""
         file, nodes, bodies = self.find(mutation)
         text = file.read_bytes()
         starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
@@ -116,7 +116,7 @@ def _is_in(path: str, module: str) -> bool:
 
 
 def _named(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.stmt]]:
-    """Classes, functions and, outside of them, variables in `node`, by dotted name."""
+    """Yield the classes and functions in `node`, and the variables outside of them, each with its dotted name."""
     for each in _statements(node):
         if isinstance(each, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield prefix + each.name, each
@@ -135,7 +135,7 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    """Lists of statements that `node` holds itself or in its clauses."""
+    """Yield the lists of statements of `node` and of its clauses."""
     for name in ("body", "orelse", "finalbody"):
         if isinstance(block := getattr(node, name, None), list):
             yield block
@@ -144,7 +144,7 @@ def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def _inside(node: ast.AST) -> Iterator[ast.AST]:
-    """`node` and what is in it; f-strings are whole, since places in them are not known."""
+    """Yield `node` and all nodes inside it, but not inside f-strings, because positions in f-strings are not known."""
     yield node
     if not isinstance(node, ast.JoinedStr):
         for each in ast.iter_child_nodes(node):
@@ -163,7 +163,7 @@ def _is_expression(statements: Sequence[ast.stmt]) -> bool:
 
 
 def _matches(scope: list[ast.stmt], mutation: Mutation) -> Iterator[tuple[Sequence[Any], list[list[ast.stmt]]]]:
-    """Nodes in `scope` that are `old`, and the bodies that are `...` in it."""
+    """Yield the nodes in `scope` that equal `old`, with the bodies for which each `...` in `old` stands."""
     old, new = _parsed(mutation.old), _parsed(mutation.new)
     everything = list(itertools.chain.from_iterable(map(_inside, scope)))
     if _is_expression(old) and _is_expression(new):
@@ -185,19 +185,19 @@ def _matches(scope: list[ast.stmt], mutation: Mutation) -> Iterator[tuple[Sequen
 
 
 def _runs(node: ast.AST, length: int) -> Iterator[list[ast.expr]]:
-    """Neighbors among more elements of a tuple, list or set, or arguments of a call."""
+    """Yield all runs of `length` neighbors among more elements of a tuple, list or set, or arguments of a call."""
     elements = getattr(node, "elts", None) or getattr(node, "args", None)
     if isinstance(elements, list) and length < len(elements):
         yield from (elements[first : first + length] for first in range(len(elements) - length + 1))
 
 
 def _value(statements: Sequence[Any]) -> ast.expr:
-    """Of the only statement."""
+    """Return the value of the only statement."""
     return statements[0].value
 
 
 def _same(old: Any, there: Any, bodies: list[list[ast.stmt]]) -> bool:
-    """Whether both are the same syntax; adds what is `...` in `old` to `bodies`."""
+    """Return whether both are the same syntax. Adds the bodies for which each `...` in `old` stands to `bodies`."""
     if isinstance(old, ast.AST):
         names = [name for name in old._fields if name not in ("ctx", "kind", "type_comment")]
         return type(old) is type(there) and all(
@@ -212,7 +212,7 @@ def _same(old: Any, there: Any, bodies: list[list[ast.stmt]]) -> bool:
 
 
 def _is_any(statements: Sequence[Any]) -> bool:
-    """Whether it is `...`."""
+    """Return whether the only statement is `...`."""
     return len(statements) == 1 and isinstance(statements[0], ast.Expr) and _is_ellipsis(statements[0].value)
 
 
@@ -221,7 +221,7 @@ def _is_ellipsis(value: ast.expr) -> bool:
 
 
 class _Fill(ast.NodeTransformer):
-    """Puts bodies in the places of `...`, in their order."""
+    """Replaces each `...` with one of `bodies`, in order."""
 
     def __init__(self, bodies: list[list[ast.stmt]]) -> None:
         self.bodies = iter(bodies)
@@ -231,7 +231,7 @@ class _Fill(ast.NodeTransformer):
 
 
 def _new(mutation: Mutation, nodes: Sequence[Any], bodies: list[list[ast.stmt]]) -> str:
-    """The text in place of `nodes`."""
+    """Return the text that replaces `nodes`."""
     new, replaced = _parsed(mutation.new or "pass"), nodes[0]
     if isinstance(replaced, ast.expr) and len(nodes) > 1:
         value = _value(new)

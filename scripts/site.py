@@ -1,8 +1,9 @@
-"""What `make docs` does beside mkdocs: pages from outside of docs/, the evidence page, links, and checks.
+"""Hooks of mkdocs for `make docs`: they add pages from outside of docs/ and the evidence page, convert links, and check
+pages.
 
 README.md is the front page. CHANGELOG.md, CONTRIBUTING.md, SECURITY.md, and the files in examples/ and configs/ become
-pages too. In the sources, links name files of the repository, relative to the page. This file makes them name pages of
-the site. A warning of this file fails the build, because the build is strict.
+pages too. In the sources, links name files of the repository, relative to the page. The hooks convert them to links to
+pages of the site. A warning fails the build, because the build is strict.
 """
 
 import importlib.util
@@ -26,7 +27,8 @@ log = logging.getLogger("mkdocs.hooks.site")
 
 
 def evidence() -> Any:
-    """The module beside this file: mkdocs runs hooks without their folder on the path."""
+    """Return the module evidence.py in this folder, which an import would not find: mkdocs runs hooks without their
+    folder on the path."""
     spec = importlib.util.spec_from_file_location("evidence", Path(__file__).with_name("evidence.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -38,7 +40,7 @@ EVIDENCE = evidence()
 
 
 def page_of(path: str) -> str | None:
-    """The page or picture of the site that shows a file of the repository; None: nothing does."""
+    """Return the page or picture of the site that shows a file of the repository, or None if nothing shows it."""
     folder = path.partition("/")[0]
     if folder == "docs":
         return path.removeprefix("docs/") if (ROOT / path).is_file() else None
@@ -50,7 +52,7 @@ def page_of(path: str) -> str | None:
 
 
 def file_of(page: str) -> str:
-    """The file of the repository that a page of the site shows."""
+    """Return the file of the repository that a page of the site shows."""
     back = {shown: path for path, shown in FRONT.items()}
     if page in back or page in PAGES:
         return back.get(page, page)
@@ -78,7 +80,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Make links to files of the repository links to the pages that show them, and leave out the evidence."""
+    """Convert links to files of the repository into links to the pages that show them, and remove the evidence."""
     here = page.file.src_uri
     if here == "evidence.md":
         return markdown
@@ -104,8 +106,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_post_build(config: Any) -> None:
-    """Write the index of the search as a script too: a page that is opened from a folder cannot read the other, and
-    the theme's script stops where it fails."""
+    """Also write the search index as a script. A page that is opened from a folder cannot read the JSON file, and the
+    theme's script would stop at this failure."""
     index = Path(config["site_dir"], "search", "search_index.json").read_text()
     Path(config["site_dir"], "search", "search_index.js").write_text(f"var __index = {index}")
 

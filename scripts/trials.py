@@ -1,4 +1,4 @@
-"""Runs tests against copies of the source. A trial runs the tests of one copy, in a process forked from this one.
+"""Runs tests against copies of the source. A trial runs tests against one copy, in a process forked from this one.
 
 this process        has imported torch and all else that weft imports, but not weft; has computed nothing, has no thread
   a trial           imports the copy of weft, and runs pytest with one test or several
@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LOOK_S = 0.01
-"""How often trials are asked whether they are over."""
+"""The seconds between two checks of whether trials have ended."""
 JOB_S = 30
-"""For ranks of a test, on a machine that does other things: most take less than one second, but mutants may hang."""
+"""The time limit of a test's ranks, in seconds, on a machine that also runs other programs. Most take less than one
+second, but mutants may hang."""
 
 
 class Outcome(NamedTuple):
-    """`status`: pytest's exit status, None for no answer in time."""
+    """The outcome of a trial. `status`: pytest's exit status, or None if the trial exceeded the time limit."""
 
     status: int | None
     output: str
@@ -48,18 +49,18 @@ def import_what_weft_does(root: Path, tests: Sequence[str]) -> None:
     )
     for name in found.stdout.split():
         if name.partition(".")[0] not in ("weft", "tests", "__main__"):
-            with contextlib.suppress(Exception):  # made by another module, not imported
+            with contextlib.suppress(Exception):  # some modules are created by another module and cannot be imported
                 importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a trial would visit all of this, and copy its memory
 
 
 class _Trial:
-    """One under way: its process, which leads a group of its own, and what it prints."""
+    """A running trial: its process, which leads a separate process group, and its output."""
 
     def __init__(self, source: Path, tests: Sequence[str], root: Path) -> None:
         self.begin = time.monotonic()
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # of two processes, until the last has ended
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # both processes use it until the trial has ended
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:
@@ -72,7 +73,7 @@ class _Trial:
                 os._exit(70)
 
     def outcome(self, timeout: float) -> Outcome | None:
-        """What became of it, None while it runs; ends it behind `timeout`."""
+        """Return the outcome, or None while the trial runs. After `timeout` seconds, end the trial."""
         ended, status = os.waitpid(self.pid, os.WNOHANG)
         seconds = time.monotonic() - self.begin
         if not ended and seconds < timeout:
@@ -83,7 +84,7 @@ class _Trial:
         return Outcome(code, self._output.read().decode(errors="replace"), seconds)
 
     def end(self) -> None:
-        """End its process and its ranks."""
+        """End the trial's process and its ranks."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -93,7 +94,7 @@ class _Trial:
 def run_in_turn(
     trials: Sequence[tuple[Callable[[], Path], Sequence[str]]], root: Path, *, timeout: float, jobs: int
 ) -> Iterator[Outcome]:
-    """Run `trials`, `jobs` at a time, and yield the outcome of each, in their order. A trial is a function that makes a
+    """Run `trials`, `jobs` at a time, and yield their outcomes in order. A trial is a pair of a function, which makes a
     copy of the source and returns its path, and the names of tests below tests/."""
     running: dict[int, _Trial] = {}
     done: dict[int, Outcome] = {}
@@ -120,12 +121,12 @@ def _environment(source: Path) -> dict[str, str]:
 
 
 def _run_pytest(source: Path, tests: Sequence[str], root: Path) -> int:
-    """In the process of a trial: its exit status."""
+    """Run pytest in the process of a trial. Return the exit status."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(root)
     os.environ.update(_environment(source))
     os.environ["WEFT_JOB_SECONDS"] = str(JOB_S)
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # to look for them takes as long as a small test
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the search for plugins takes as long as a small test
     sys.path[:0] = [str(source), str(root)]
     importlib.invalidate_caches()
     import pytest

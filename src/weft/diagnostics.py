@@ -26,7 +26,7 @@ from weft.quantize.shares import Shares
 
 
 def describe(model: nn.Module) -> str:
-    """Return a table of the model's units as text: parameters, shards, dtypes, MiB on this rank, padding.
+    """Return a table of the parameter groups as text: unit, parameters, shards, dtypes, MiB on this rank, padding.
 
     Raises ValueError for a model without sharded modules.
     """
@@ -42,12 +42,14 @@ def describe(model: nn.Module) -> str:
 
 
 def memory_report(model: nn.Module) -> dict[str, Any]:
-    """Return how many bytes the model's weights and gradients take on this rank. Sharded modules that you have replaced
-    count too, while they exist.
+    """Return how many bytes the model's weights and gradients take on this rank, as a dict with three keys.
+
+    The report includes sharded modules that you have since replaced in the model, as long as they exist.
 
     `persistent`: a dict of the bytes that are always allocated on the device: "weights", "gradients" and, if weights
-    are quantized, "quantized weights" (with their scales). `offloaded`: the bytes of "weights" and "gradients" in CPU
-    memory, with `CPUOffloadPolicy`. `transient`: for "gathered weights" and for "partial gradients", a dict of
+    are quantized, "quantized weights" (with their scales). `offloaded`: a dict of the bytes in CPU memory, with
+    `CPUOffloadPolicy`: "weights" and "gradients". `transient`: a dict with the keys "gathered weights" and "partial
+    gradients". Each of its values is a dict with these keys:
 
         live          bytes in use now
         peak          the maximum of live so far
@@ -89,8 +91,9 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
 class Nonfinite(NamedTuple):
     """How many elements of one rank's part of a parameter or gradient are not finite.
 
-    `unit`: the name of the parameter's unit, "" for the root, None if the parameter is in no unit. `nan`: the number of
-    NaN elements. `inf`: the number of infinite elements. `stage`: the pipeline stage, None for a model without stages.
+    `name`: the parameter's name in the model. `unit`: the name of the parameter's unit, "" for the root, None if the
+    parameter is in no unit. `nan`: the number of NaN elements. `inf`: the number of infinite elements. `stage`: the
+    pipeline stage, None for a model without stages.
     """
 
     name: str
@@ -110,9 +113,9 @@ class Nonfinite(NamedTuple):
 def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     """Find NaN and infinity in the weights and gradients of a model, including all pipeline stages.
 
-    Collective. The result is the same on every rank. It is sorted by rank; the entries of a rank are in the order of
-    its model's parameters. No tensor is gathered: each rank checks its own parts. The ranks exchange their findings
-    only if any of them has found something. Raises ValueError for a model without sharded modules.
+    Collective. The result is the same on every rank. Entries are sorted by rank and, within a rank, in the order of the
+    model's parameters. No tensor is gathered: each rank checks its own parts. The ranks exchange their findings only
+    if any of them has found something. Raises ValueError for a model without sharded modules.
     """
     units, what = units_of(model), "search for values that are not finite"
     found, parts = _nonfinite_here(model), parts_of(model)
@@ -169,7 +172,7 @@ def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def quantization_shares(model: nn.Module) -> dict[str, Shares]:
-    """Return the fractions of each unit's quantized weights that saturate and that underflow.
+    """Return, for each unit, which fraction of its quantized weights saturates and which fraction underflows.
 
     The keys are the names of the units with quantized weights ("" for the root). The result is the same on all ranks.
     In a pipeline, it has only the units of this rank's stages, and is the same on all ranks with these stages. Each
@@ -199,7 +202,7 @@ def quantization_shares(model: nn.Module) -> dict[str, Shares]:
 def check_views(model: nn.Module) -> None:
     """Check that this rank's weights are in their units' flat buffers, and that no weights or gradients overlap.
 
-    If not, raises RuntimeError with the names of the parameters. Raises ValueError for a model without sharded modules.
+    Otherwise raises RuntimeError that names the parameters. Raises ValueError for a model without sharded modules.
     """
     found: list[tuple[int, int, str]] = []
     for name, record in named_records(model):

@@ -61,9 +61,10 @@ class WeightsGone(WeftError, RuntimeError):
 
 
 class WeightsWritten(WeftError, RuntimeError):
-    """Code wrote to gathered weights, which are copies, or to main weights between a forward and its backward.
+    """Code wrote to weights at a time when the write would be lost or would make gradients wrong.
 
-    The message names the unit and the parameter.
+    Either it wrote to gathered weights, which are copies, or it wrote to main weights, which the optimizer updates,
+    between a forward and its backward. The message names the unit and the parameter.
     """
 
 

@@ -1,4 +1,4 @@
-"""Weak references, which avoid reference cycles, so that units, runtimes and buffers need no garbage collection."""
+"""Weak references. They avoid reference cycles, so units, runtimes and buffers are freed without garbage collection."""
 
 import weakref
 from collections.abc import Callable, Iterable

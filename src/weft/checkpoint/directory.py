@@ -6,9 +6,9 @@
         step-00000005.trash-91bc…/    being deleted
         step-00000020.damaged-0c4e…/  damaged; a run resumed from an older checkpoint and saved this step again
         .lock                         held by rank 0 of the run that writes here
-        .run                          the run's identity, which each of its checkpoints repeats
+        .run                          the run's identity; the manifest of each checkpoint contains it too
 
-A checkpoint without a suffix is committed: only the rename at the end of `commit` gives it such a name.
+A folder without a suffix is a committed checkpoint: only the rename at the end of `commit` creates such a name.
 """
 
 import os
@@ -62,8 +62,8 @@ def identity(directory: Path) -> str:
 def identify(directory: Path) -> str:
     """Return the identity of the run whose checkpoints are in `directory`.
 
-    If `.run` holds no identity, first write one to it: the identity in the newest readable manifest. If there is no
-    such manifest, or if it has no identity, write a new identity.
+    If `.run` holds no valid identity, first write one to the file: the identity in the newest readable manifest. If no
+    manifest can be read, or if the newest one has no identity, write a new identity.
     """
     if known := identity(directory):
         return known
@@ -102,8 +102,8 @@ def begin(directory: Path, step: int) -> Path:
 
 def commit(temporary: Path, manifest: Manifest) -> Path:
     """Write `manifest` into the folder `temporary`, which holds all other files of the checkpoint. Then rename the
-    folder to its final name, and return its new path. Once this returns, the checkpoint survives a crash of the
-    machine."""
+    folder to its final name, and return the new path. When `commit` returns, the checkpoint is on the disk and survives
+    a crash of the machine."""
     manifest.write(temporary)
     flush_directory(temporary)
     final = path_of(temporary.parent, manifest.step)

@@ -26,8 +26,9 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
     checkpoints and marks the damaged ones, and a summary describes the newest intact one. The presence and the lengths
     of all files are checked. With `verify_content`, every file is also read and compared with its checksums.
 
-    Raises ValueError if `path` is not a checkpoint and contains none, not even an incomplete one. Raises
-    CheckpointError if a checkpoint is damaged. For a folder or a run directory, `show` first prints the tables.
+    Raises ValueError if `path` is not a checkpoint and contains no checkpoint, not even an incomplete one. Raises
+    CheckpointError if a checkpoint is damaged. For a folder or a run directory, `show` prints the tables before it
+    raises this error.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _ONE_LINE)
     if (path / MANIFEST).is_file():

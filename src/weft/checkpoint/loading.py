@@ -27,8 +27,8 @@ _NAMES = {
     *(f"torch {name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
     *(f"torch {name}" for name in vars(torch) if name.endswith("Storage")),
 }
-"""The globals that pickles of plain data and tensors need. `torch.load` allows more. For example, it allows
-`bytearray`, which allocates a given number of bytes."""
+"""The globals that pickles of plain data and tensors need. `torch.load` allows more globals, such as `bytearray`, with
+which a short pickle can allocate any number of bytes."""
 
 
 class LoadPlanner(DefaultLoadPlanner):

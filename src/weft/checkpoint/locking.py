@@ -142,7 +142,7 @@ class Lease:
         return ""
 
     def _take_away(self, seen: str) -> None:
-        """Remove an abandoned lease whose content was `seen`. If several processes try this, only one of them
+        """Remove an abandoned lease whose content was `seen`. If several processes try this at once, only one
         succeeds."""
         aside = self._path.with_name(f"{LEASE}.{self._mark}")
         with suppress(OSError):

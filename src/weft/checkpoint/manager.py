@@ -33,17 +33,18 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # the slowest rank may need this much longer than the fastest to write
 _LOCK_TIMEOUT_S = 30.0
 _ATTEMPTS = 10
-"""The number of attempts to read the newest checkpoint while a training run replaces it by newer ones."""
+"""The number of attempts to load the newest checkpoint while a training run deletes it and saves newer ones."""
 
 
 class CheckpointManager:
     """Saves and loads checkpoints of a run in `directory`, which all ranks must see.
 
-    A save is written to a new folder and flushed. After every rank has confirmed its part, one rename makes the folder
-    a checkpoint. Then old checkpoints are deleted, except the newest `keep` and the steps in `protected`. If
-    `load` skipped a checkpoint, all checkpoints that existed at that time are kept too. All ranks of `process_group`
-    (default: all ranks) must make the same calls in the same order, each with its own part of the state. A single
-    process needs no process group.
+    A save is written to a new folder and flushed to the disk. After every rank has confirmed its part, one rename makes
+    the folder a checkpoint. Then all checkpoints are deleted except the newest `keep` and the steps in `protected`. If
+    `load` skipped a checkpoint, all checkpoints that existed at that time are kept too.
+
+    All ranks of `process_group` (default: all ranks) must make the same calls in the same order, each with its own part
+    of the state. A single process needs no process group.
 
     `progress` is called on the first rank with a line of text: about each save, about each checkpoint that `load`
     skips, and before a wait for another run to release the directory. For an asynchronous save, the background thread
@@ -78,7 +79,7 @@ class CheckpointManager:
         self._stager = Stager()
         self._lock: Lock | None = None
         self._identity = ""
-        """The identity of the run. The first rank sets it when it has claimed the directory."""
+        """The identity of the run. Set on the first rank, when this rank has locked the directory."""
         self._saving: threading.Thread | None = None
         self._error: BaseException | None = None
         self.passed_over: dict[int, CheckpointError] = {}
@@ -99,10 +100,12 @@ class CheckpointManager:
     def claim(self) -> None:
         """Become the only writer of the directory until `close`, and remove leftovers of killed saves and deletions.
 
-        Calling this is optional, because the first `save` claims the directory too. But only `claim` writes a small
-        test file, with every file operation of a save, so a run can find out before training whether it can save.
-        Raises CheckpointError if another run still holds the directory after 30 seconds, if a file operation fails, or
-        if a rank does not see the test file.
+        Calling `claim` is optional, because the first `save` claims the directory too. But only `claim` tries every
+        file operation of a save with a small test file, so that a run learns before training whether it can save.
+
+        Raises CheckpointError if another run still holds the directory after 30 seconds, if the test file cannot be
+        written and read, or if a rank does not see this file. Raises StorageError if another file operation fails, for
+        example because the directory cannot be created.
         """
         self.wait()
         self._prepare(None)
@@ -122,15 +125,17 @@ class CheckpointManager:
     ) -> None:
         """Save `state` (name -> Stateful or state dict) as the checkpoint of `step`.
 
-        First waits for the previous save to end. With `asynchronous`, returns when the state is copied to host memory.
-        A background thread writes the copy while training continues. If a background save fails, the next `save`,
-        `load`, `claim`, `wait` or `close` raises CheckpointError with the failure's message. Without `asynchronous`,
-        returns when the checkpoint is complete.
+        First waits for the previous save to end. Without `asynchronous`, returns when the checkpoint is complete. With
+        `asynchronous`, returns when the state is copied to host memory, and a background thread writes the copy while
+        training continues. If a background save fails, the next `save`, `load`, `claim`, `wait` or `close` raises
+        CheckpointError with the failure's message.
 
         `committed` is called on the first rank when the checkpoint is complete; with `asynchronous`, the background
-        thread calls it. If a checkpoint of `step` already exists, `save` renames it if the last `load` skipped it,
-        and raises CheckpointError otherwise. It also raises CheckpointError if another run still holds the directory
-        after 30 seconds.
+        thread calls it.
+
+        Raises CheckpointError if a checkpoint of `step` already exists, unless the last `load` skipped that checkpoint.
+        In this case, `save` renames the skipped checkpoint and saves the new one. Also raises CheckpointError if
+        another run still holds the directory after 30 seconds.
         """
         self.wait()
         self._prepare(step)
@@ -181,9 +186,9 @@ class CheckpointManager:
     def load(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Fill `state` from the checkpoint of `step`, or by default from the newest intact one, and return its step.
 
-        The number of ranks and the sharding may differ from the save's. Stored objects whose names are not in
-        `state` are not read. All data that are read are compared with their checksums, and no code named in the
-        checkpoint is run.
+        The number of ranks and the sharding may differ from those of the save. Stored objects whose names are not in
+        `state` are not read. All data that is read is compared with its checksums, and no code named in the checkpoint
+        is run.
 
         Without `step`, `load` skips checkpoints that are damaged or belong to another run, and lists them in
         `passed_over`. If it skips any, later saves of this manager delete none of the checkpoints that existed during
@@ -290,7 +295,7 @@ class CheckpointManager:
                     value.update(content)
             except Exception as error:  # the object cannot load it; the checkpoint is intact
                 failed = failed or error
-        told = failed  # the other ranks raise this, because exceptions of other libraries may not be picklable
+        told = failed  # raised on the other ranks, so replaced below if it may not be picklable
         if failed is not None and not type(failed).__module__.startswith("weft."):
             told = RuntimeError(f"rank {self.rank}: {type(failed).__name__}: {one_line(failed)}")
         for found in self._of_all(told, self._group):
@@ -374,7 +379,7 @@ class CheckpointManager:
         self._say(f"saved step {step} in {time.monotonic() - started:.1f} s ({readable_size(manifest.bytes)})")
 
     def _measure(self, temporary: Path) -> dict[str, File]:
-        """Return the checksums of all files by name. Each rank computes the checksums of the files that it wrote."""
+        """Return the `File` of each file by name. Each rank computes the checksums of the files that it wrote."""
         own: dict[str, File] | OSError
         try:
             own = {path.name: File.measure(path) for path in temporary.glob(f"__{self.rank}_*")}

@@ -26,7 +26,7 @@ MANIFEST = "weft.json"
 METADATA = ".metadata"
 FORMAT = 3
 _WITHOUT_RUN = 2
-"""The format of manifests without the identity of the run. It can still be read."""
+"""The format of older manifests, without the identity of the run. `Manifest.read` still accepts this format."""
 BLOCK = 8 << 20
 _KEPT = 4
 """The number of blocks of an open file that stay in memory, because reads of a tensor go back and forth between its
@@ -137,8 +137,9 @@ class CheckedFile(io.RawIOBase):
     """A stream that reads a part of a checkpoint's file `name`: `length` bytes from `offset` on. If `length` is None,
     the part extends to the end of the file.
 
-    `file`: the entry of the file in the manifest. A read compares each block that it needs with the checksum in this
-    entry. If a checksum differs, the read raises CheckpointError with the names of the file and the checkpoint.
+    `file`: the entry of the file in the manifest. A read compares the checksum of each block that it needs with the
+    checksum in this entry. If they differ, the read raises CheckpointError with the names of the file and the
+    checkpoint.
     """
 
     def __init__(self, checkpoint: Path, name: str, file: File, offset: int = 0, length: int | None = None) -> None:

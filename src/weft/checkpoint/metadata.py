@@ -1,9 +1,9 @@
-"""`.metadata`, in which torch Distributed Checkpoint lists the tensors and the positions of their parts in files.
+"""Reads and checks `.metadata`, in which torch Distributed Checkpoint lists the tensors and where their parts are.
 
 The file is a pickle, and an ordinary unpickler would call every function that the file names. The unpickler here
-accepts only the few opcodes and classes of such a file. The content is then compared with the data files. Every part of
-every tensor must be in a listed file and have the size that its shape and dtype need. The parts must make up the whole
-tensor.
+accepts only the few opcodes and classes of such a file. The content is then compared with the list of files in the
+manifest. Every part of every tensor must be in a listed file and have the size that its shape and dtype need. The parts
+must make up the whole tensor.
 """
 
 import io
@@ -83,7 +83,8 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _member(enumeration: Any, name: Any) -> _MEM_FORMAT_ENCODING:
-    """Return a member of an enumeration. Python up to 3.11.2 pickles members by `getattr`, later versions by value."""
+    """Return the member `name` of torch's enumeration of memory formats. Stands in for `getattr`, by which Python up to
+    3.11.2 pickles members. Later versions pickle members by value."""
     if enumeration is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
         raise CheckpointError("asks for an attribute, which no checkpoint needs")
     return _MEM_FORMAT_ENCODING[name]

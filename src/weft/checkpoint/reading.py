@@ -20,10 +20,10 @@ from weft.checkpoint.metadata import read_metadata
 
 
 def describe(checkpoint: Path, *, content: bool = False) -> tuple[Manifest, Metadata]:
-    """Return the manifest and the metadata of a checkpoint. First check both, and check the lengths of all files.
+    """Check a checkpoint's manifest, its metadata and the lengths of its files. Return the manifest and the metadata.
 
-    With `content`, all checksums are also compared. Raises CheckpointError with the name of the checkpoint if a check
-    fails.
+    With `content`, also compare all files with their checksums. Raises CheckpointError with the name of the checkpoint
+    if a check fails.
     """
     manifest = verify(checkpoint, content=content)
     with CheckedFile(checkpoint, METADATA, manifest.files[METADATA]) as stream:
@@ -89,8 +89,8 @@ def _tensor(stream: CheckedFile) -> torch.Tensor:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """A context that turns a CheckpointException (the errors of all ranks) into a CheckpointError (only the error of
-    the lowest rank that failed, in one line)."""
+    """A context that replaces torch's CheckpointException, which holds the errors of all ranks. It raises a
+    CheckpointError with only the error of the lowest rank that failed, in one line."""
     try:
         yield
     except CheckpointException as error:

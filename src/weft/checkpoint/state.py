@@ -55,7 +55,7 @@ class ModelState:
 
 
 class OptimizerState:
-    """An optimizer's state by parameter name. It loads on any number of ranks, with any sharding.
+    """An optimizer's state by parameter name. The state can be loaded on any number of ranks, with any sharding.
 
     An optimizer of `weft.optim.flat` saves the same state as the torch optimizer that it replaces, so each can load
     what the other saved.
@@ -85,7 +85,8 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         state, self._targets = self._targets, None  # used by one load only; later saves return the optimizer's state
         if state is None:
-            # Leave out parameters of which this rank has no part. It never steps them, so their counters are stale.
+            # Leave out parameters of which this rank has no elements. This rank does not update them, so its step
+            # counters for them are stale.
             own = self._own_state()
             state = {name: own[name] for name, p in self.parameters.items() if name in own and not _is_empty_here(p)}
         return {"state": state, "groups": [self._options(index) for index in range(len(self.groups))]}
@@ -213,7 +214,7 @@ def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare_groups(saved: list[list[str]], here: list[list[str]]) -> None:
-    """Raise CheckpointMismatch if the groups have different parameters. Its message names one parameter."""
+    """Raise CheckpointMismatch, which names one parameter, if the parameter groups `saved` differ from those `here`."""
     if [sorted(names) for names in saved] == [sorted(names) for names in here]:
         return
     there, own = ({name: f"group {index}" for index, names in enumerate(g) for name in names} for g in (saved, here))

@@ -111,7 +111,7 @@ class WrittenFile:
             raise
 
     def abandon(self) -> None:
-        """Close the file, even after a failed write."""
+        """Close the file without flushing it to the disk, and ignore errors. For use after a failed write."""
         with suppress(OSError):
             self._stream.close()
 

@@ -31,8 +31,8 @@ class _Files(FileSystem):
 
 
 class Writer(dcp.FileSystemWriter):
-    """A writer for `dcp.save`. If a write fails, this writer raises the OSError that caused it. torch's own writer
-    would only report a wrong length."""
+    """A writer for `dcp.save`. If a write fails, this writer raises the OSError that caused the failure. torch's own
+    writer would only report a wrong length."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, sync_files=False)  # `_Files` flushes instead

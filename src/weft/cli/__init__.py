@@ -12,12 +12,16 @@ from weft.train.run.output import outlive_readers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
+    """Run one command and return its exit code:
 
-    `arguments`: the words after `weft`. Default: the arguments of this process. The exit codes are 0 for success, 1 for
-    a failure at run time, for faults that `weft check` found and for an interrupted command other than training, 2 for
-    an invalid configuration, 3 for training that was interrupted and saved, and 4 for training that was interrupted
-    before anything was saved. Raises SystemExit with code 2 for an invalid command.
+    - 0: success
+    - 1: a failure at run time, faults that `weft check` found, or an interrupted command other than `weft train`
+    - 2: unrecognized arguments or an invalid configuration
+    - 3: training was interrupted, and its last step is saved
+    - 4: training was interrupted before anything was saved
+
+    `arguments`: the words after `weft`. Default: the arguments of this process. Raises SystemExit with code 2 for an
+    invalid command.
     """
     outlive_readers()
     arguments = list(sys.argv[1:] if arguments is None else arguments)

@@ -1,4 +1,4 @@
-"""Most commands, one function each. Each takes the parsed options and returns the exit code."""
+"""Most commands, one function each. Each function takes the parsed options and returns the exit code."""
 
 import argparse
 import math
@@ -40,8 +40,8 @@ def config(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run one training step of a small copy of a configured run twice: on one rank, and on several ranks, which are
-    threads of this process. Print the differences between the two results.
+    """Run one training step of a small copy of a configured run twice: first on one rank, then on several ranks, which
+    are threads of this process. Print the differences between the two results.
 
     Returns 1 if there are differences. Raises ValueError for an invalid number of ranks or invalid settings.
     """
@@ -102,8 +102,8 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Write the report of a run again, and print the path of the report. Raises ValueError if the directory is not a
-    run directory, or if the value of --live is invalid."""
+    """Write the report of a run from the files in its directory, and print the path of the report. Raises ValueError if
+    the directory is not a run directory, or if the value of --live is invalid."""
     from weft.train.record.metrics import FILE
     from weft.train.report import write_report
 

@@ -11,7 +11,7 @@ from weft.cli import commands
 
 
 def sample(options: argparse.Namespace) -> int:
-    """Print how a trained model continues each prompt. Raises ValueError for options out of range."""
+    """Print each prompt, followed by a trained model's continuation. Raises ValueError for options out of range."""
     choices = _choices(options)
     for prompt in options.prompt:
         if not _is_text(prompt):

@@ -13,8 +13,11 @@ EXAMPLE = Path(__file__).parents[1] / "train" / "example.toml"
 
 
 def start(options: argparse.Namespace) -> int:
-    """Start the ranks, and return the exit code when the training has ended. If a launcher has started this process as
-    one of the ranks, train as that rank; the process then exits with the code, and this function does not return."""
+    """Start the ranks, and return the exit code when the training has ended.
+
+    If a launcher has started this process as one of the ranks, train as that rank instead. The process then exits with
+    the exit code of the rank, and this function does not return.
+    """
     from weft.train.config import ConfigError, load_config
     from weft.train.run.launch import launch
     from weft.train.run.runs import open_run, resuming

@@ -1,4 +1,4 @@
-"""Communication. The other folders call no collective of torch, and no backend decides what they do.
+"""Communication between ranks. No code outside of this folder calls torch's collectives or branches on the backend.
 
 lanes          ordered queues of communication that overlaps with computation
 collectives    the collectives that lanes run, and blocking ones

@@ -32,8 +32,9 @@ def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str,
     """Return the maximum of each of `values` over all ranks of the mesh.
 
     `groups`: the process groups of the mesh axes. Each value is below 2**63 in magnitude. In a group of n ranks there
-    are log2(n) rounds (rounded up). In each round, each rank sends one message, to a rank twice as far away as before.
-    `what`: the purpose. `channel`: the model's channel. Only messages with the same purpose and channel match.
+    are log2(n) rounds (rounded up). In each round, each rank sends one message, to a rank twice as far away as in the
+    previous round. `what`: the purpose. `channel`: the model's channel. Only messages with the same purpose and channel
+    match.
     """
     tag = tag_of(TAGS, what, channel)
     with streams.on_host():
@@ -76,7 +77,7 @@ class Agreement:
         self, units: Sequence[str], groups: Sequence[dist.ProcessGroup], trains: Sequence[bool] = ()
     ) -> list[bool]:
         """Raise CollectiveMismatch if `units`, the descriptions of the units, differ between ranks. Return, for each
-        parameter group, whether any rank trains it. `trains`: the same for this rank alone. `groups`: as in `reach`."""
+        parameter group, whether any rank trains it. `trains`: whether this rank trains it. `groups`: as in `reach`."""
         word = _fingerprint(units)
         high, low = agree([word, -word], groups, "first pass", channel=self.channel)
         if high != -low:
@@ -91,8 +92,8 @@ class Agreement:
         names: Sequence[str],
         groups: Sequence[dist.ProcessGroup],
     ) -> tuple[list[list[bool]], bool]:
-        """Compare the logs of all ranks at the end of a backward, and clear this rank's log. Return `flags`, each
-        true if it is true on any rank, and whether `arrived` is the same on all ranks.
+        """Compare the logs of all ranks at the end of a backward, and clear this rank's log. Return two values: `flags`
+        with each flag true if it is true on any rank; and whether `arrived` is the same on all ranks.
 
         `arrived`: the indices of the units in the order in which their backwards ended. `names`: the names of all
         units. `groups`: the process groups of the mesh axes, which together reach every rank. Raises

@@ -3,8 +3,8 @@
 Each function for lanes starts its transfers and returns a `Pending`, whose `complete()` waits for the transfers and
 does the remaining work on this rank. Tensors are contiguous. They are 1-D, except in `all_to_all`, which sends rows,
 and in `send` and `receive`. `tag` separates the messages of different lanes if the transport has tags. The functions at
-the end of this file are blocking.
-The hang detector watches blocking functions during the call, and functions for lanes while a caller waits for them.
+the end of this file are blocking. The hang detector watches blocking functions during the call, and functions for lanes
+while a caller waits for them.
 """
 
 import math

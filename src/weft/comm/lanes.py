@@ -33,8 +33,11 @@ ABANDONED_TIMEOUT = timedelta(seconds=10)
 @dataclass(eq=False, repr=False)
 class Ticket:
     """A handle of communication in flight. `wait` makes later computation wait for it; further waits cost nothing.
-    `after`: the ticket that must end before this one starts. `home`: the stream that was current when the communication
-    started. This stream uses the memory. `name`: the communication's name in reports of the stream checker."""
+
+    - `after`: the ticket whose communication must end before this one's starts.
+    - `home`: the stream that was current when the communication started. This stream also uses the memory.
+    - `name`: the communication's name in reports of the stream checker.
+    """
 
     _transfer: Transfer | None
     _event: Any
@@ -164,12 +167,15 @@ class Lane:
         prepare: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Ticket:
-        """Start `collective(*args, tag, **kwargs)` after the current stream's work so far. `channel`: keeps these
-        messages apart from the lane's messages of other channels. Collectives that some ranks may skip need their own
-        channel. `after`: a ticket that must end before the collective starts; the computation does not wait for it.
-        `behind`: an event (`streams.moment`) at which all inputs are ready. With streams, the collective waits only for
-        it, not for other work of the current stream, and must write to memory from `Lane.memory`. `prepare`: called
-        right before the collective starts, on CUDA on the lane's stream."""
+        """Start `collective(*args, tag, **kwargs)` after the current stream's work so far, and return its ticket.
+
+        - `channel`: keeps these messages apart from the lane's messages of other channels. Collectives that some ranks
+          may skip need a separate channel.
+        - `after`: a ticket that must end before the collective starts. The computation does not wait for it.
+        - `behind`: an event (`streams.moment`) at which all inputs are ready. With streams, the collective waits only
+          for this event, not for other work of the current stream, and must write to memory from `Lane.memory`.
+        - `prepare`: called right before the collective starts, on CUDA on the lane's stream.
+        """
         if (self.stream is not None) != streams.has_streams(self._device):
             raise RuntimeError(
                 f"the lane {self.name!r} was made outside of weft.debug.check_streams() and is used inside, or the "

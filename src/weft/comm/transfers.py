@@ -1,11 +1,11 @@
-"""Transfers on the CPU that start when another transfer has ended, and the crew: the threads that start them.
+"""Transfers on the CPU that start when another transfer has ended, and the crew: the threads that start such transfers.
 
     transfer                                     starts
     -------------------------------------------  ---------------------------------------------------------
     a collective without `after`                 immediately, on the calling thread
-    a collective after another one               when that has ended, on a thread of the crew
+    a collective after another one               when the other one has ended, on a thread of the crew
     a collective behind a gate                   when the gate opens, on a thread of the crew (`weft.comm.priority`)
-    the second round of a collective             when the first has ended, on a thread of the crew
+    the second round of a collective             when the first round has ended, on a thread of the crew
     any of them, while an earlier one of the     after that one: messages of one tag are matched in the order
       same ranks and tag has not started           in which they are sent, which must be the same on all ranks
 
@@ -49,7 +49,7 @@ class Transfer:
         self._pending: Pending | None = None
         self._failure: BaseException | None = None
         self.has_ended = False
-        """Whether the transfer no longer uses its memory; known after a wait."""
+        """True after a wait: the transfer no longer uses its memory."""
         needs: list[Callable[[], object]] = [] if gate is None or gate.is_set() else [gate.wait]
         if after is not None and not after._ends_at_once():
             needs.append(after._end)

@@ -27,10 +27,15 @@ Adds = Sequence[bool]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The capabilities of a transport, and the cost of a message. `tags`: messages of different lanes and channels over
-    one group never match, even if ranks issue them in different orders. `helpers`: while a rank waits, a thread can
-    take part in a gather that the rank skipped. `bundles`: several tensors can be sent at the cost of one message.
-    `latency`: the seconds that an empty message takes. `bandwidth`: the bytes per second that one rank sends."""
+    """The capabilities of a transport, and the cost of a message.
+
+    - `tags`: messages of different lanes and channels over one group never match, even if ranks issue them in different
+      orders.
+    - `helpers`: while a rank waits, a thread can take part in a gather that the rank skipped.
+    - `bundles`: several tensors can be sent at the cost of one message.
+    - `latency`: the seconds that an empty message takes.
+    - `bandwidth`: the bytes per second that one rank sends.
+    """
 
     tags: bool
     helpers: bool

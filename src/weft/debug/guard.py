@@ -9,7 +9,7 @@
     writes to gathered weights through `weight.data`        lost with the next gather         `WeightsWritten`
 
 When gathered weights are freed, their memory is filled with NaN. With `allocator="trace"`, the weights of all
-units share one allocation (the slab) after the first step. Memory in the slab is NaN until another buffer takes it.
+units share one allocation (the slab) after the first step. Memory in the slab is NaN until another buffer uses it.
 Memory outside of the slab is not released, so memory for the weights of all units may be allocated at the same time.
 Before weights are freed, the guard compares them with a copy, to find writes.
 """
@@ -24,9 +24,9 @@ guards = 0
 def guard_memory() -> Iterator[None]:
     """Fill gathered weights with NaN when they are freed, and raise `WeightsWritten` for writes to gathered weights.
 
-    Use this context to find bugs, in a model with few layers: gathered weights of all layers may be in memory at once.
-    When weights are gathered, the guard copies them. Before the weights are freed, it compares them with the copy,
-    and raises `WeightsWritten` if they differ. The host waits for each comparison.
+    Use this context to find bugs in a model with few layers, because the gathered weights of all layers may be in
+    memory at once. When weights are gathered, the guard copies them. Before the weights are freed, the guard compares
+    them with the copy, and raises `WeightsWritten` if they differ. The host waits for each comparison.
     """
     global guards
     guards += 1

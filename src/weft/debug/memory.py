@@ -67,7 +67,7 @@ class Memory:
         self.lent: set[int] = set()
         """The actor numbers of other streams that use the memory: it is reused only after their work."""
         self._begins = [0]
-        """Where each of the segments begins."""
+        """The first byte of each segment."""
         self._segments = [_Segment()]
         self._names: dict[tuple[int, int], Callable[[], str]] = {}
 

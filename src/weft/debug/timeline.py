@@ -1,4 +1,4 @@
-"""Records when communication ran. Lanes (queues of communication) report their operations to the recording timeline.
+"""Records when communication ran. Lanes (communication queues) report their operations to the recording timeline.
 If no timeline is recording, each operation only checks whether a list is empty.
 
     with Timeline() as timeline:
@@ -27,8 +27,8 @@ from weft.comm.transport import Pending
 
 class Interval(NamedTuple):
     """One operation on a lane. Times are seconds since the recording began. `start`: the earliest time at which
-    the operation could run. A communicator runs one operation after another, so this is when the operation was issued
-    or, if later, when its communicator had finished all earlier operations."""
+    the operation could run. A communicator runs one operation after another, so `start` is the time of issue or, if
+    later, the time at which the communicator had finished all earlier operations."""
 
     lane: str
     label: str
@@ -49,7 +49,7 @@ class _Entry:
 
 
 class Timeline:
-    """A context manager that records spans of computation, and operations on lanes (queues of communication). Only one
+    """A context manager that records spans of computation, and operations on lanes (communication queues). Only one
     timeline can record at a time."""
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
 """Norms of unevenly sharded tensors, and clipping by them. The norms of the local parts are combined over ranks.
 
-Norms and clipping compute in at least fp32, and round to the tensors' dtype once. torch's norm of many tensors makes a
-DTensor of each norm, and its clipping computes the factor on DTensors, which takes time. If all tensors are sharded,
-the functions at the end of this file use all local parts in one operation, and combine many norms per all-reduce.
+Norms and clipping compute in at least fp32, and round to the tensors' dtype once. torch's norm of many tensors creates
+a DTensor for each norm, and torch's clipping computes the factor on DTensors. Both are slow. If all tensors are
+sharded, the functions at the end of this file use all local parts in one operation, and combine many norms in each
+all-reduce.
 """
 
 import functools
@@ -77,7 +78,8 @@ def _inner(part: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Compute `torch._foreach_norm`: one foreach operation and one all-reduce per axis for all `_alike` tensors."""
+    """Compute `torch._foreach_norm`, with one foreach operation and one all-reduce per axis for each list of `_alike`
+    tensors."""
     tensors, order = args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     norms: list[Any] = [None] * len(tensors)
@@ -107,8 +109,8 @@ def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh
 
 
 def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
-    """Return the mesh with the most axes, or None if the meshes do not fit together. They fit if the axes of each other
-    mesh are the first axes of this mesh, or if all meshes have the same ranks."""
+    """Return the mesh with the most axes, or None if the meshes do not fit together. They fit if the axes of every
+    other mesh are the first axes of the returned mesh, or if all meshes have the same ranks."""
     longest = max(meshes, key=lambda mesh: mesh.ndim)
     groups = [group_of(longest, axis) for axis in range(longest.ndim)]
     if all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes):
@@ -161,7 +163,8 @@ def _all_sharded(tensors: list[Any]) -> bool:
 
 @torch.no_grad()
 def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
-    """Return the norm of all `tensors`, from one number per rank; None for several devices, dtypes or meshes."""
+    """Return the norm of all `tensors`, to which each rank contributes one number per list of `_alike` tensors. Return
+    None if the tensors have several devices or dtypes, or meshes that do not fit together."""
     together, mesh = _alike(tensors)
     parts = parts_of(tensors)
     if mesh is None or len(kinds_of(parts)) > 1:

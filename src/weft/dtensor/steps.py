@@ -14,11 +14,11 @@ An operator on a list of sharded tensors makes one such call for all. An operato
                            (gradients, states too)
     any                  anything else                     anything          as torch chooses
 
-weft also leaves the choice to torch if hyperparameters are tensors, or if steps are differentiable. Nesterov momentum
-does not step over lists, because it would then change the gradients.
+weft also leaves the choice to torch if hyperparameters are tensors, or if steps are differentiable. With Nesterov
+momentum, weft does not step over lists, because such a step would change the gradients.
 
-torch chooses in the functions that its optimizers call with the parameters of a group. weft wraps these functions.
-Therefore it sees changes by the user's hooks, and stores nothing in the optimizer.
+torch makes this choice in the functions that its optimizers call with the parameters of a group. weft wraps these
+functions. Therefore weft sees changes that the user's hooks make, and stores nothing in the optimizer.
 """
 
 import functools

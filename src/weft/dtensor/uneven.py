@@ -1,13 +1,13 @@
 """A DTensor with uneven shards.
 
-torch's `Shard(0)` means even chunks of rows. weft cuts a flat buffer where padding is least, so a parameter's parts may
-have different numbers of rows, or end inside a row. `UnevenDTensor` stores its cuts. It uses them in `full_tensor`, for
-checkpoints, and in operators (`rules.py`).
+torch's `Shard(0)` means even chunks of rows. weft cuts a flat buffer where the least padding is needed, so a
+parameter's parts may have different numbers of rows, or end inside a row. `UnevenDTensor` stores its cuts. It uses them
+in `full_tensor`, for checkpoints, and in operators (`rules.py`).
 
 A part is a range of the flattened tensor. The part consists of whole rows if the cuts are between rows; otherwise it is
 1-D. On a rank that has nothing of the tensor, the part has zero elements.
 
-With tensor parallelism the mesh has one more axis. The cuts then divide this rank's slice over that axis:
+With tensor parallelism the mesh has one more axis. The cuts then divide each tensor-parallel rank's slice:
 
     mesh (dp, tp), placements (_, Shard(1))      tensor | slice of tp 0 | slice of tp 1 |
                                                         |   cuts over   |   cuts over   |

@@ -11,8 +11,9 @@ Autograd also raises if main weights were written to between forward and backwar
 gathered copy has a version that this file has not set, other code wrote to the copy. Such a write would be lost, so
 `WeightsWritten` is raised.
 
-Autograd's errors name no parameters. For example, a gradient with respect to a sharded parameter, which is in no graph,
-raises an error without its name. Therefore weft wraps torch's function that runs a backward, and names the weights.
+Autograd's errors name no parameters. For example, a request for the gradient with respect to a sharded parameter raises
+an error, because the parameter is in no graph, but the error does not say which parameter it is. Therefore weft wraps
+torch's function that runs a backward, and adds the names.
 
 Other code may still hold the original parameters (`Original`), which `fully_shard` has replaced. Their values, shapes
 and attributes stay as they were. In-place writes raise, because they would not reach the model. Reading `.grad` also
@@ -190,8 +191,8 @@ HARMLESS = frozenset(
 
 
 class Original:
-    """Mixin for the class of a parameter that a sharded one replaced. Uses of `.grad`, writes and a backward that
-    reaches the parameter raise RuntimeError."""
+    """Mixin for the class of an original parameter, which a sharded parameter has replaced. Uses of `.grad`, writes and
+    a backward that reaches the original parameter raise RuntimeError."""
 
     __slots__ = ()
 
@@ -224,8 +225,8 @@ _WRITES = re.compile(
 
 
 def retire(original: nn.Parameter) -> None:
-    """Make writes to `original`, uses of its `.grad` and its gradients raise (`Original`). Errors name it by
-    `record_of(original)`."""
+    """Make writes to `original`, uses of its `.grad` and its gradients raise (`Original`). The errors take
+    its name from `record_of(original)`."""
     if original.requires_grad:
         original.register_hook(unserializable_hook(functools.partial(_refuse_gradient, weakref.ref(original))))
     original.__class__ = _subclass(Original, type(original))

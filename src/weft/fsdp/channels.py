@@ -44,7 +44,7 @@ class Channels:
         self.gradient_to_write: Callable[[Any], tuple[torch.Tensor, bool]]  # the method of the model's `Reductions`
 
     def share_lanes(self, other: "Channels") -> None:
-        """Use the lanes of `other`, of another model: the communication of both models is queued in one order."""
+        """Use the lanes of `other`, another model's channels, so that both models' communication has one order."""
         self.gather, self.outer, self.reduce, self.download = other.gather, other.outer, other.reduce, other.download
         self.gathers, self.reductions = other.gathers, other.reductions
 
@@ -53,10 +53,11 @@ class Channels:
         return _twins[group] if self.separate else group
 
     def separate_gathers(self, groups: Sequence[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
-        """Give each of `groups`, a model's process groups, a second communicator for gathers. `choice`: True creates
-        the second communicators, False does not. A list: take them from the list if it has process groups with the same
-        ranks in the same order, and create the others. Collective. Raises ValueError if a process group in `choice`
-        matches none of `groups`, or if one of `groups` already has a different second communicator."""
+        """Choose the communicators for gathers over `groups`, the model's process groups. `choice`: True: a second
+        communicator for each of `groups`. False: `groups` themselves. A list of process groups: as True, but use a
+        process group from the list if it has the same ranks in the same order. Collective. Raises ValueError if a
+        process group in the list matches none of `groups`, or if one of `groups` already has a different second
+        communicator."""
         self.separate = bool(choice)
         there = [dist.get_process_group_ranks(group) for group in groups]
         given = [] if isinstance(choice, bool) else [(dist.get_process_group_ranks(each), each) for each in choice]

@@ -39,8 +39,9 @@ from weft.layout.trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class Hold:
-    """A holder of a unit's full weights, which stay until all their holders release them. `computes`: whether this
-    holder computes with them; if so, other units cannot take their memory. `backward`: whether it is a backward."""
+    """A holder of a unit's full weights. They stay in memory until all their holders release them. `computes`: whether
+    this holder computes with them; if so, other units cannot take their memory. `backward`: whether the holder is a
+    backward."""
 
     name: str
     computes: bool = True

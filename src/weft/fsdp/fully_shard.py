@@ -40,17 +40,19 @@ def fully_shard(
     runtime: RuntimeOptions | None = None,
     dp_mesh_dims: "DataParallelMeshDims | torch_fsdp.DataParallelMeshDims | None" = None,  # torch 2.11 has none
 ) -> Sharded:
-    """Shard the parameters of `module` that are in no unit yet, as one unit. Call it bottom-up, the root last.
+    """Shard the parameters of `module` that are in no unit yet, as one unit.
 
-    The module is changed in place and returned. Its class becomes a new subclass of its original class and
-    of `FSDPModule`. Its parameters become sharded `DTensor`s, which any `torch.optim` optimizer accepts.
+    The parameters of a unit are gathered, freed and reduced together. Call this function bottom-up, with the root last.
+
+    The module is changed in place and returned. Its class becomes a new subclass of its original class and of
+    `FSDPModule`. Its parameters become sharded `DTensor`s, which any `torch.optim` optimizer accepts.
 
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
-        mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard); with `dp_mesh_dims`, a larger one.
+        mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard); with `dp_mesh_dims`, a larger mesh.
             Default: a 1-D mesh of all ranks on the parameters' device. If the parameters are on "cpu" or "meta", the
             mesh is on CUDA if CUDA is available and the process group supports it, otherwise on the CPU.
-        strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`. Default:
+        strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO 0 to 3) or `weft.Placements`. Default:
             "optim_grads_params".
         outer_strategy: the strategy over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
         reshard_after_forward: whether to free the full weights after forward and gather them again for backward. None:
@@ -60,17 +62,18 @@ def fully_shard(
             nothing from other nodes.
         shard_placement_fn: called with each parameter. It may return `weft.TensorAtomic()` (never cut),
             `weft.BlockAtomic(rows)` (cut only between blocks of rows), None or `Shard(0)` (cut where the least padding
-            is needed), or `Shard(dim)` (cut between slices along another dimension; shards may be unequal). Or it
-            returns torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh, as for experts.
+            is needed), or `Shard(dim)` (cut between slices along another dimension; shards may be unequal). It may
+            also return torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh, as for
+            experts.
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
         offload_policy: `weft.OffloadPolicy` (the default: no offloading) or `weft.CPUOffloadPolicy` (sharded weights,
             gradients and optimizer state stay in CPU memory). Both are torch's classes.
         ignored_params: parameters that are not sharded. Parameters of other modules are allowed.
         gradient_divide_factor: a further divisor of the averaged gradients. Default: 1.
         runtime: `weft.RuntimeOptions`. The root's options apply to all units. For the other units, pass equal options
-            or none.
+            or None.
         dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the data-parallel axes of a larger `mesh`. If it names
-            axes to replicate over and none to shard over, the default strategy is "no_shard".
+            axes to replicate over but none to shard over, the default strategy is "no_shard".
 
     Raises:
         ValueError: an invalid value, a module that is already sharded, or a parameter that cannot be sharded; the
@@ -136,10 +139,10 @@ def _refuse_in_use(driver: UnitDriver) -> None:
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """Return the plan of the model's next step, assuming that it repeats the last step. None before the first pass.
+    """Return the plan of the model's next step, if that step repeats the last one. None before the first pass.
 
     `model`: the root, or any sharded module inside it. The plan is always for the whole model. `print(plan.table())`
-    shows the actions at each event. If all steps are equal, `plan.peak_bytes` has the peaks that `memory_report`
+    shows the actions at each event. If all steps are equal, `plan.peak_bytes` equals the peaks that `memory_report`
     measures. Raises TypeError if `model` is not a module, ValueError if `fully_shard` was not called on it.
     """
     if not isinstance(model, FSDPModule):

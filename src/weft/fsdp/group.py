@@ -73,7 +73,7 @@ class ParameterGroup:
         self.main_weight, self.model_weight = self._weights(slices)
         self.copies = [self.model_weight, *(self._model_bytes() for _ in range(self.payload.copies - 1))]
         """The buffers that gathers read: `model_weight`, and a second one if backward needs another copy."""
-        self.copy = 0  # the index in `copies` of the copy that `full` holds or the next gather brings
+        self.copy = 0  # the index in `copies` of the copy that `full` holds or that the next gather reads
         for tensor, member in zip(slices, members):
             if member.value is not member.original:  # made from a meta tensor: free it before `full` is allocated
                 tensor.untyped_storage().resize_(0)
@@ -178,7 +178,8 @@ class ParameterGroup:
 
     def outdate(self, *, agreed: bool = False) -> None:
         """Make the next gather start from the main weights. If the group keeps only their payload (`payload_only`), do
-        so only if this rank has written to the main weights, or if the ranks have `agreed` that some rank has."""
+        so only if this rank has written to the main weights, or if the ranks have `agreed` that some rank has done
+        so."""
         if self.payload_only is None or agreed or self.is_stale:
             self._gathered_from = None
 
@@ -215,8 +216,8 @@ class ParameterGroup:
 
     @property
     def fits_buckets(self) -> bool:
-        """Whether the group's gather may share a message. Such a gather runs for each use, reads weights on the device,
-        reads no post-forward shard, and uses a transport that bundles messages."""
+        """Whether the group's gather may share a message. Only a gather that runs for each use, reads weights on the
+        device, reads no post-forward shard, and uses a transport that bundles messages may do so."""
         return (
             self.transient is not None
             and (not self.refreshes or (self.payload.refreshes and self.plan.moves and not self.refreshed_bytes))

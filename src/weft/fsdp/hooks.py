@@ -7,8 +7,8 @@
               over    (once per backward, by the runtime) end the calls that no hook has ended, compare the ranks'
                       collectives, wait for reductions, publish gradients
 
-A backward with `create_graph=True` is like a forward: a second backward through it begins at the gradients of the
-call's inputs, and needs the weights until it reaches these inputs.
+A backward with `create_graph=True` is like a forward. The second backward, which goes through the first one, begins at
+the gradients of the call's inputs, and needs the weights until it reaches these inputs.
 
 A forward inside a backward is a recomputation by activation checkpointing. If the unit's own backward has begun, its
 weights are held and the hooks do nothing. If that backward is still to come, the weights are kept for it. Hooks also do
@@ -120,12 +120,12 @@ class ForwardCall:
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """The identity on a call's differentiable inputs, whose backward marks the end of the call's backward."""
+    """The identity on a call's differentiable inputs. Its backward marks the end of the call's backward."""
 
     @staticmethod
     def forward(ctx: Any, call: ForwardCall, *inputs: torch.Tensor) -> Any:
         ctx.call = call
-        ctx.materialize_grads = False  # an input that nothing used has no gradient, not one of zeros
+        ctx.materialize_grads = False  # an unused input has no gradient, instead of one of zeros
         return inputs
 
     @staticmethod
@@ -210,7 +210,7 @@ class HookDriver:
             if finish is not _nothing:
                 finish()
             output = self._marked_output(output)
-            # A recomputation may call only some of the unit's modules. Each of them then is a call of its own.
+            # A recomputation may call only some of the unit's modules. Each of them is then a separate call.
             if len(self._entered) == len(self.unit.modules) or (self._call is not None and in_backward()):
                 self._leave(engine)
         except BaseException as error:
@@ -232,7 +232,8 @@ class HookDriver:
             engine.end_forward(error)
 
     def _marked_output(self, output: Any) -> Any:
-        """Return the output, cast, with hooks on its gradients; raise for views of weights that will be freed."""
+        """Cast the output, and register hooks on its gradients. Raise an error for views of weights that will be
+        freed."""
         if not isinstance(output, torch.Tensor) and isinstance(output, _LAZY):
             raise TypeError(
                 f"forward of {self.unit.kind} returned a {type(output).__name__}, which computes when it is read, "
@@ -288,8 +289,8 @@ class HookDriver:
 
 def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[], None]]:
     """Return the inputs with their differentiable tensors passed through `_EndOfBackward`, and a function to call after
-    the forward. Lists and dicts with such tensors are rebuilt. If the module has changed the rebuilt ones, the function
-    makes the same changes in the originals."""
+    the forward. Lists and dicts with such tensors are rebuilt. If the module has modified a rebuilt list or dict, the
+    function modifies the original in the same way."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         return (_mark(call, *args) if _can_be_marked(args[0]) else args), kwargs, _nothing
     tensors = [*filter(_can_be_marked, tensors_in((*args, *kwargs.values())))]

@@ -20,7 +20,7 @@ from weft.fsdp.unit import Unit
 
 
 class FSDPModule:
-    """The methods that `fully_shard` adds to modules. Most methods of FSDP2 work as in FSDP2. A few raise an error."""
+    """The methods that `fully_shard` adds to modules. Most work as in FSDP2. A few methods of FSDP2 raise an error."""
 
     _weft_unit: Unit
     _weft_driver: UnitDriver
@@ -103,8 +103,8 @@ class FSDPModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank in this context, without reductions. The next backward outside of it
-        reduces them. As with `DistributedDataParallel.no_sync`, use it for all microbatches of a step but the last."""
+        """Accumulate gradients on this rank inside this context, without reductions. The next backward after the
+        context reduces them. As with DDP's `no_sync`, use it for all microbatches of a step but the last."""
         units = units_under(self)
         before = [unit.requires_gradient_sync for unit in units]
         self.set_requires_gradient_sync(False)
@@ -122,7 +122,7 @@ class FSDPModule:
         runtime_of(self).reductions.last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients. False: it accumulates them on this rank, as in `no_sync`."""
+        """Set whether backward reduces gradients. False: backward accumulates them on this rank, as in `no_sync`."""
         requires_gradient_sync = _switch("set_requires_gradient_sync", requires_gradient_sync)
         for unit in units_under(self, recurse):
             unit.requires_gradient_sync = requires_gradient_sync
@@ -149,14 +149,14 @@ class FSDPModule:
             unit.reshard_after(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether the full weights are freed after backward. False: they stay in memory until `reshard()`. Between
-        passes the sharded parameters are registered nevertheless."""
+        """Set whether the full weights are freed after backward. False: they stay in memory until `reshard()`. In both
+        cases the sharded parameters are registered between passes."""
         reshard_after_backward = _switch("set_reshard_after_backward", reshard_after_backward)
         for unit in units_under(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Prefetch `modules` when this module's forward begins, instead of the units that followed it in the last pass.
+        """Prefetch `modules` when this module's forward begins, instead of the units that came next in the last pass.
         Raises TypeError if `modules` is not iterable, ValueError if one is not sharded or is in another model."""
         self._weft_driver.forward_prefetch = _to_prefetch(self, "set_modules_to_forward_prefetch", modules)
 
@@ -180,7 +180,7 @@ class FSDPModule:
         `reduced`: this rank's part, 1-D, averaged, in the reduce dtype. On a 2-D mesh it is reduced over both axes. The
         hook may change it in place. The hook runs on `stream`; None: on the stream of the reduction. On CPU, `stream`
         has no effect. Parameters of different dtypes are reduced separately, with one call of the hook each. Raises
-        TypeError if `hook` is not callable or `stream` no stream, ValueError if `stream` is given on a 2-D mesh.
+        TypeError if `hook` is not callable or `stream` is not a stream, ValueError if `stream` is given on a 2-D mesh.
         """
         unit = unit_of(self)
         if not callable(hook):
@@ -196,7 +196,7 @@ class FSDPModule:
             group.gradients.hook = hook
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether the backend only sums this unit's gradients, and weft divides. False: the backend may average."""
+        """True: the backend sums this unit's gradients, and weft divides the sums. False: the backend may average."""
         enable = _switch("set_force_sum_reduction_for_comms", enable)
         for group in unit_of(self).groups:
             group.gradients.sums_only = enable
@@ -251,8 +251,8 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Clean up the model after an exception in forward or backward. Without this call, the next pass cleans up. A
-        failed backward drops all gradients and sets every `.grad` to None. A failed forward keeps every `.grad`, and
-        this call drops gradients of earlier backwards that are not reduced yet. Without it, they survive."""
+        failed backward drops all gradients and sets every `.grad` to None. A failed forward keeps every `.grad`, but
+        this call drops the unreduced gradients of earlier backwards, which the next pass would keep."""
         runtime_of(self).reset()
 
 
@@ -267,7 +267,7 @@ _OWN_MEMORY = (
 
 
 class UnshardHandle:
-    """The handle of an asynchronous `unshard`."""
+    """The handle that `unshard(async_op=True)` returns."""
 
     def __init__(self, module: FSDPModule) -> None:
         self._module: FSDPModule | None = module

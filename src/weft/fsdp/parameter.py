@@ -25,7 +25,8 @@ from weft.memory.buffer import FlatBuffer
 @dataclass
 class Slot:
     """The places where a parameter is registered. `name`: its name in the unit. `there`: the tensor registered now.
-    `owners`: modules, and the name in each. `observed`: whether an owner's class defines `__setattr__`, as RNNs do."""
+    `owners`: the modules that register it, each with its name there. `observed`: whether an owner's class defines
+    `__setattr__`, as RNNs do."""
 
     name: str
     there: nn.Parameter | None
@@ -147,7 +148,8 @@ def is_ignored(parameter: nn.Parameter) -> bool:
 
 
 def parameters_of(group: Any, members: Sequence[Unsharded]) -> tuple[ShardedParameter, ...]:
-    """Create a record per member. Its tensors are views of the group's buffers, with the original's attributes."""
+    """Create one record for each member. The tensors of a record are views of the group's buffers, and have the
+    attributes of the original parameter."""
     views = FlatBuffer(group.layout, group.mesh, group.plan.whole, group.full.local).views()
     tensors = group.main_weight.dtensors([each.parallel for each in members])
     records = []
@@ -169,7 +171,8 @@ SHARDED = attrgetter("sharded")
 
 
 def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedParameter], nn.Parameter | None]) -> None:
-    """Register the parameters' `form`, FULL or SHARDED. Raises RuntimeError if other code replaced a registered one."""
+    """Register the parameters in one `form`, FULL or SHARDED. Raises RuntimeError if other code has replaced a
+    registered parameter."""
     # All are registered before the error is raised, so that the next call does not raise for the same reason.
     replaced: list[Slot] = []
     observed: list[tuple[nn.Module, str, nn.Parameter | None]] = []

@@ -1,7 +1,7 @@
 """The table `PATCHES`: the functions of torch that the first `fully_shard` replaces, until the process ends.
 
-All exist in torch 2.11 to 2.13. In addition, a global hook raises for `DistributedDataParallel` and `DataParallel`
-around sharded modules.
+All exist in torch 2.11 to 2.13. In addition, a global hook raises an error if `DistributedDataParallel` or
+`DataParallel` wraps sharded modules.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from weft.fsdp.runtime.joint_backward import finish_backwards
 
 @dataclass(frozen=True)
 class Patch:
-    """Replaces the attribute `name` by `replacing(original)`. `of`: where torch has it, as "module" or "module:Class".
+    """Replaces the attribute `name` by `replacing(original)`. `of`: its owner in torch, "module" or "module:Class".
     `parameters`: the parameter names that torch's function must have, if the replacement depends on them."""
 
     of: str

@@ -9,7 +9,7 @@
 On a 2-D mesh (outer, shard) the table applies to the shard axis. The outer axis uses the row no_shard (HSDP)
 or the row optim (HFSDP). HFSDP requires that the shard axis also shards the optimizer state.
 
-A `Partial` gradient is reduced over its axis after the last microbatch only, and a sharded one after each microbatch.
+A `Partial` gradient is reduced over its axis only after the last microbatch, a `Shard(0)` gradient after each one.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _OUTER_ROWS = ("no_shard", "optim")
 @dataclass(frozen=True, init=False)
 class Placements:
     """The placements of parameters, gradients and optimizer state. Each field has one placement per mesh axis, the
-    outer axis first. Raises ValueError for a combination that no strategy has."""
+    outer axis first. Raises ValueError for a combination that matches no strategy."""
 
     parameter: tuple[Placement, ...]
     gradient: tuple[Placement, ...]

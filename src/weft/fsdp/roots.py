@@ -1,7 +1,7 @@
 """Groups units into models: the driver of a unit refers to the driver around it, and the outermost driver is the root.
 
 fully_shard(block)       creates a driver, the root of a model with one unit
-fully_shard(model)       creates a driver around the drivers of the blocks, and becomes their root
+fully_shard(model)       creates a driver around the drivers of the blocks; it becomes their root
 the first pass           the root creates the runtime of all units; only the root keeps the runtime alive
 """
 
@@ -54,7 +54,7 @@ class UnitDriver(HookDriver):
         return root
 
     def come_under(self, around: "UnitDriver") -> None:
-        """Put this driver, with all drivers under it, under the driver `around`. They get its root."""
+        """Put this driver, with all drivers under it, under `around`. All of them get the root of `around`."""
         if self.above() is None:
             self.above = weakref.ref(around)
         runtime = self.runtime

@@ -9,7 +9,7 @@
     attributes of other objects; members of sets and of   ignores              `hidden`:
     other subclasses of dict, list and tuple                                   yields
 
-A container without a replaced tensor stays the same object, because a module may append to a list that it is given.
+A container without a replaced tensor stays the same object, because a module may append to a list that it receives.
 """
 
 import copy

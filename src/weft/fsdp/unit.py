@@ -1,4 +1,4 @@
-"""A sharded unit. The table `TRANSITIONS` lists the states of its weights and what moves them between states.
+"""A sharded unit. The table `TRANSITIONS` lists the states of its weights and the events that change the state.
 
 A transition that is not in the table raises an error that names the unit, its state and its holders. A holder is
 anything that needs the weights: a forward or backward call, a step of a schedule, the user's `unshard()`, or a use that
@@ -47,7 +47,7 @@ class State(enum.Enum):
 TRANSITIONS = {  # caused by: what happens
     (State.AT_REST, "gather"): State.ON_THE_WAY,  # the first use, or a prefetch: overlaps with the computation
     (State.ON_THE_WAY, "arrive"): State.HERE,  # the first use: subsequent computation sees the weights
-    (State.HERE, "hold"): State.HELD,  # a holder, by name
+    (State.HERE, "hold"): State.HELD,  # the first holder
     (State.HELD, "hold"): State.HELD,  # another holder
     (State.HELD, "let go"): State.HELD,  # a holder, not the last one
     (State.HELD, "let go last"): State.HERE,  # the last holder
@@ -228,7 +228,8 @@ class Unit:
             group.gather_other(int(backward), self.channels)
 
     def sync_versions(self) -> None:
-        """Raise WeightsWritten for lost writes. Let autograd raise for tensors saved before writes to main weights."""
+        """Raise WeightsWritten if a write to gathered weights would be lost. Set version counters, so that autograd
+        raises an error for tensors that were saved before the latest write to the main weights."""
         if self.state in (State.HERE, State.HELD):
             for group in self.groups:
                 group.fulls.check_unwritten()
@@ -361,11 +362,11 @@ class Unit:
         self.trainable_groups = [group for group in self.groups if group.agreed]
         """The groups whose gradients are reduced: the same on all ranks, even if ranks froze different groups."""
         self.others = [group for group in self.groups if not group.agreed]
-        """The other groups. A rank that has unfrozen one tells the other ranks at the end of its backward."""
+        """The other groups. A rank that has unfrozen one of them tells the other ranks at the end of its backward."""
 
     @cached_property
     def is_addressed(self) -> bool:
-        """Whether this unit's position in a pass may differ between ranks: its gathers have tags, or there are none."""
+        """Whether this unit's position in a pass may differ between ranks: its gathers, if any, have tags."""
         gathered = (group for group in self.groups if group.plan.moves)
         return all(transport_of(group.groups[-1], group.device).capabilities.tags for group in gathered)
 

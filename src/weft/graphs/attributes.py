@@ -1,4 +1,5 @@
-"""Compares the Python state of modules with what it was when a graph was captured: a replay runs no Python.
+"""Compares the Python state of modules with their state when a graph was captured. A replay runs no Python code, so it
+would ignore a change.
 
 value                                       what is compared
 ------------------------------------------  --------------------------------------------------------------------

@@ -119,7 +119,7 @@ class Form:
 
 
 class Backward:
-    """The backward of a captured function, with all its forms.
+    """The backward of a captured function, with one `Form` for each combination of layouts of its outputs' gradients.
 
     `capture`: captures a function, given memory that the function may use. `uses`: the uses of its leaves. `saved`: the
     tensors that autograd may have saved. `trained`: the parameters that train. `restored` and `count`: see
@@ -143,7 +143,8 @@ class Backward:
         self._forms: dict[Any, Form | str] = {}
 
     def record(self, samples: Samples) -> Form:
-        """Record the form of gradients like `samples` (None: no gradient). Raises CaptureRefused if this fails."""
+        """Record the form of gradients with the layouts `samples` (None: no gradient). Raises CaptureRefused if this
+        fails."""
         statics = [None if each is None else Static(each) for each in samples]
         given = [None if each is None else each.tensor for each in statics]
         of_statics = [range_of(each) for each in given if each is not None]

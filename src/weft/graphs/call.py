@@ -211,14 +211,14 @@ class GraphedCall:
                 captured.ready = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """Return what replaces this object in a copy of the module: the copy's own method, without graphs."""
+        """Return the attribute that replaces this object in a copy of the module: the copy's method, without graphs."""
         if self._before is not None:
             return copy.deepcopy(self._before, memo)
         module = self._module()
         return MethodType(getattr(type(module), self._name), memo.get(id(module), module))
 
     def drop(self) -> None:
-        """Restore the module's method."""
+        """Drop all captures, and restore the module's method."""
         self._signatures.clear()
         if (module := self._module()) is not None and vars(module).get(self._name) is self:
             del vars(module)[self._name]

@@ -9,7 +9,8 @@ from torch.overrides import _get_current_function_mode
 from weft.graphs.places import Ranges
 
 CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
-"""What a captured call may take and return besides tensors: a replay needs the same values, and returns the same."""
+"""The types of arguments and results, other than tensors, that a captured call may have. A replay needs equal
+arguments, and returns equal results."""
 
 
 class CaptureRefused(RuntimeError):

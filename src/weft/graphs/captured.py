@@ -44,8 +44,8 @@ POISON = False
 
 
 class Lease:
-    """Keeps a capture busy from a replayed forward until the forward's autograd graph is freed, and until its delayed
-    weight gradients are computed. `queue`: the function mode that delays weight gradients, or None."""
+    """Keeps a capture busy from a replayed forward until the forward's autograd graph is freed and its delayed weight
+    gradients are computed. `queue`: the function mode that delays weight gradients, or None."""
 
     def __init__(self, captured: "Captured", queue: Delays | None) -> None:
         self._captured = captured
@@ -101,7 +101,8 @@ class Captured:
             for static, tensor in zip(self._inputs, tensors):
                 static.fill(tensor)
         self._entered: list[tuple[Any, DeviceMesh]] = []
-        """Weights whose gradients are summed over ranks outside of a replay, once for each use."""
+        """The weights whose gradients are summed over ranks outside of a replay, each with the mesh of these ranks. A
+        weight has one entry for each use."""
         self.python = Attributes(places.modules, function)
         try:
             with places.restored(), nothing_drawn():
@@ -219,7 +220,7 @@ class Captured:
         own = [range_of(local(each)) for each in places]
         self._read = [each for each, place in zip(places, own) if reads is None or touches(place, reads)]
         self._saved = [reads is None or touches(each, reads) for each in ranges]
-        # A write to one of two tensors that share memory would be a write to both.
+        # A write to one of two tensors that share memory modifies both.
         given = [*map(range_of, entered)]
         self._shared = [
             touches(each, [*given, *own, *ranges[:number], *ranges[number + 1 :]]) for number, each in enumerate(ranges)

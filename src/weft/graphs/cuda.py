@@ -45,7 +45,7 @@ class CudaRecording:
 
 
 class CudaBackend:
-    """Captures on one stream of `device`."""
+    """The backend "cuda". It captures functions in CUDA graphs, on one stream of `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,8 +78,8 @@ class CudaBackend:
 def _captured(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> Iterator[None]:
     """Record work inside this context into `graph`, whose memory comes from `pool`.
 
-    Unlike `torch.cuda.graph`, this does not collect garbage or empty the memory cache: it runs once for each of many
-    captures, and would do so each time.
+    Unlike `torch.cuda.graph`, this does not collect garbage or empty the memory cache, because it would repeat this
+    work for each of many captures.
     """
     collects = gc.isenabled()
     gc.disable()  # collecting an older graph during the capture would break the capture
@@ -104,7 +104,7 @@ def _captured(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> Iterator[N
 
 
 def _end_failed(pool: Any, device: int) -> None:
-    """Complete what torch's `capture_end` leaves out if CUDA reports an error. Without this, the memory allocator would
+    """Do the cleanup that torch's `capture_end` skips if CUDA reports an error. Without it, the memory allocator would
     defer the reuse of memory, and the next random number on the device would raise an error."""
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device, pool)

@@ -82,9 +82,9 @@ class Places:
                 self._slots += [(slots, name) for name in slots]  # None may become a tensor
 
     def addresses(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return what a graph depends on: two tuples with an entry per parameter and buffer. The first has
-        the address, shape, strides and dtype of each. The second says whether it requires a gradient, and whether
-        hooks run on its gradient.
+        """Return the properties on which a graph depends, as two tuples with one entry per parameter and buffer. The
+        first tuple has the address, shape, strides and dtype of each. The second states whether each requires a
+        gradient, and whether hooks run on its gradient.
 
         Raises WeightsGone if gathered weights of the modules were freed.
         """
@@ -116,7 +116,7 @@ class Places:
         for each in self.trained():
             if type(each) is nn.Parameter:
                 found[each] = nn.Parameter(each.detach())
-                found[each].__dict__ = each.__dict__  # such as `main_grad`, which is another tensor in each step
+                found[each].__dict__ = each.__dict__  # shared: `main_grad`, for example, is replaced in each step
                 originals[found[each]] = weakref.ref(each)
         return found
 

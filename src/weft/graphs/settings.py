@@ -17,7 +17,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The fields of `weft.Graphs`, checked."""
+    """The base class of `weft.Graphs`, with its fields and their checks."""
 
     scopes: tuple[str, ...] = SCOPES
     modules: Choice | None = None

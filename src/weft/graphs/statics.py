@@ -14,7 +14,8 @@ from weft.graphs.places import cut_of
 
 
 class Sample(NamedTuple):
-    """The shape, strides, dtype and device of a tensor in an eager call. `Static` makes a tensor that has them too."""
+    """The shape, strides, dtype and device of a tensor in an eager call. `Static` creates a tensor with the same
+    properties."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -19,7 +19,7 @@ from weft.graphs.statics import Sample
 from weft.graphs.watch import Methods, New, Watch, storage_of
 
 _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
-"""Operators that compute nothing."""
+"""Operators that allocate memory and compute nothing."""
 
 
 class Call(NamedTuple):
@@ -84,7 +84,7 @@ def poison(tensor: Tensor) -> None:
 
 
 class TapeBackend:
-    """Records on the CPU."""
+    """The backend "tape". It records a function's operators on the CPU."""
 
     def capture(self, function: Callable[[], Any], known: Ranges, behind: Recording | None = None) -> tuple[Any, Tape]:
         """See `Backend`."""
@@ -101,8 +101,8 @@ class _Recorder(Watch):
         super().__init__(known)
         self._tape = tape
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}
-        """By id, each tensor (so that the id stays valid), and an alias: a tensor of the same memory without history.
-        After an operator such as `transpose_` or `tensor.data = ...`, a new alias is made."""
+        """For the id of each tensor, the tensor (so that the id stays valid) and an alias: a tensor in the same memory
+        without autograd history. After an operator such as `transpose_` or `tensor.data = ...`, a new alias is made."""
 
     def note(self, function: Any, args: tuple, kwargs: dict, given: list[Tensor], new: New) -> None:
         for _, tensor in new:

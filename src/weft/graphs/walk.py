@@ -300,7 +300,7 @@ class Slots:
 
 def _hides(kind: type, slots: int) -> bool:
     """Return whether instances of `kind` can have state outside of attributes, as instances of C types can.
-    `slots`: the number of its slots."""
+    `slots`: the number of slots of `kind`."""
     words = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__basicsize__ != object.__basicsize__ + words * object.__basicsize__ // 2
 

@@ -71,8 +71,8 @@ class Watch(TorchDispatchMode):
         before = {storage_of(each) for each in given}
         returned = function(*args, **kwargs)
         results = [*enumerate(returned)] if isinstance(returned, (tuple, list)) else [(-1, returned)]
-        # A number that the function has made into a tensor is a constant, on any device. Attention on CUDA returns its
-        # seed in CPU memory, except during a capture.
+        # A number that the function has converted to a tensor is a constant, on any device. Attention on CUDA returns
+        # its seed in CPU memory, except during a capture.
         used = [each for each in given if each.dim() or storage_of(each) not in self.made]
         attends = "scaled_dot_product" in function.name()
         used += [each for _, each in results if isinstance(each, Tensor) and (each.dim() or not attends)]
@@ -134,8 +134,8 @@ def _written(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _draws(function: Any, args: tuple, kwargs: dict) -> bool:
-    """Return whether a call of an operator that has torch's tag for random operators draws random numbers. Attention
-    has this tag, but draws none without dropout."""
+    """Return whether a call of `function` draws random numbers. `function` has torch's tag for random operators.
+    Attention has this tag too, but draws no random numbers without dropout."""
     for place, argument in enumerate(function._schema.arguments):
         if argument.name == "dropout_p":
             return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))

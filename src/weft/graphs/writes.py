@@ -5,9 +5,9 @@ interface          while a backward is tried    while it is captured           b
 weight_gradient    gets scratch; calls noted    gets the engine's buffer       the engine is called again, in order
 main_grad          is scratch; flags noted      is the engine's buffer         `grad_added_to_main_grad` is set again
 
-A backward is tried first, to learn which gradients it writes. A graph fixes the addresses of the engine's buffers. It
-also fixes whether the backward overwrites a buffer or adds to it. Therefore the first microbatch and later microbatches
-have separate recordings.
+A backward is tried first, to find out which gradients it writes. A graph fixes the addresses of the engine's buffers.
+It also fixes whether the backward overwrites a buffer or adds to it. Therefore the first microbatch and later
+microbatches have separate recordings.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +30,9 @@ Target = tuple[Tensor, bool]
 
 
 class Writes:
-    """The weight gradients that a backward writes into buffers instead of returning them. `asked`: the parameters
-    for which it calls `weight_gradient`, in the order of the calls. `added`: those to whose `main_grad` it adds."""
+    """The weight gradients that a backward writes into buffers instead of returning them. `asked`: the parameters for
+    which the backward calls `weight_gradient`, in the order of the calls. `added`: the parameters to whose `main_grad`
+    the backward adds."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.asked: list[nn.Parameter] = []

@@ -66,8 +66,8 @@ class Cuts:
 
     @cached_property
     def row_dims(self) -> int | None:
-        """The least d >= 1 where no cut divides a block `stored[d:]`. The parts' shape is `[n, *stored[d:]]`. None if
-        there is no such d: the parts are 1-D."""
+        """The least d >= 1 for which no cut divides a block of shape `stored[d:]`. Parts then have the shape
+        `[n, *stored[d:]]`. None if there is no such d. Parts are then 1-D."""
         for dim in range(1, len(self.shape)):
             row = math.prod(self.stored[dim:])
             if row and all(border % row == 0 for border in self.borders):

@@ -27,11 +27,19 @@ from weft.layout.trace import Event, Trace
 
 
 class Gathered(Protocol):
-    """A unit as `GatherOrder` sees it. `tied`: the units whose parameters it shares. `holders`: what needs its weights,
-    such as a forward. `resident`: whether its weights are gathered or being gathered. `turns`: whether forward
-    and backward use different copies. `backward`: whether backward's copy is selected. `turn`: select a copy. A unit
-    with holders gathers the copy at once. `prefetch`: start the gather, unless resident. `has_room`: whether there is
-    room for a gather. `acquire`, `release`: add, remove a holder. `free`: free the memory, unless there are holders."""
+    """The interface of a unit that `GatherOrder` uses.
+
+    - `resident`: whether the unit's weights are gathered or being gathered.
+    - `turns`: whether forward and backward use different copies of the weights.
+    - `backward`: whether backward's copy is selected.
+    - `tied`: the units whose parameters this unit shares.
+    - `holders`: what holds the weights, such as a forward.
+    - `turn`: select a copy. If the weights are held, gather this copy at once.
+    - `prefetch`: start the gather, unless the unit is resident.
+    - `has_room`: whether there is memory for a gather.
+    - `acquire`, `release`: add a holder, remove a holder.
+    - `free`: free the memory, unless the weights are held.
+    """
 
     number: int
     gathered_bytes: int
@@ -53,14 +61,15 @@ class Gathered(Protocol):
 
 @dataclass
 class _Pass:
-    """A pass of this `kind`, with the units that its trace expects to be used, in order. `backwards`: for each use, 1
-    if it needs a separate copy for backward. `wanted_at`: the units to gather ahead at each position of the trace."""
+    """The state of a pass. `kind`: as in `Trace`. `expected`: the units that the trace expects to be used, in order.
+    `backwards`: for each of these uses, 1 if it needs a separate copy for backward, otherwise 0. `wanted_at`: the units
+    to gather ahead at each position of the trace."""
 
     kind: str
     expected: tuple[int, ...] = ()
     backwards: tuple[int, ...] = ()
     wanted_at: dict[tuple[int, bool], tuple[int, ...]] = field(default_factory=dict)
-    events: list[tuple[str, int, int]] = field(default_factory=list)  # those so far: (kind, unit, detail)
+    events: list[tuple[str, int, int]] = field(default_factory=list)  # the events so far: (kind, unit, detail)
     position: int = 0
     wanted: tuple[int, ...] = ()  # the units that should be gathered ahead after the latest use
     gathered: set[int] = field(default_factory=set)  # the units of the bundles that were gathered

@@ -21,7 +21,7 @@ ALIGNMENT_BYTES = 128
 """Every shard starts and ends on a multiple of this many bytes."""
 
 KERNEL_ALIGNMENT_BYTES = 16
-"""Tensors start on a multiple of this many bytes if that fits, because kernels read whole vectors."""
+"""Tensors start on a multiple of this many bytes where there is room, because kernels read whole vectors."""
 
 PREFERENCE = 1 / 256
 """The padding that may be added so that cuts are coarser, as a fraction of the data."""
@@ -135,8 +135,8 @@ def plan_layout(
 
 
 def padding_of(shapes: Sequence[Sequence[int]], shard_size: int, *, dtype: torch.dtype = torch.float32) -> float:
-    """Return the padding of a unit with these tensor shapes, over `shard_size` ranks, as a fraction of its data.
-    `dtype`: the smallest dtype in which weft keeps, sends or computes with the tensors."""
+    """Return the padding of a unit with these tensor shapes that is sharded over `shard_size` ranks, as a fraction of
+    the unit's data. `dtype`: the smallest dtype in which weft keeps, sends or computes with the tensors."""
     return plan_layout(shapes, shard_size, itemsize=dtype.itemsize).padding
 
 
@@ -206,7 +206,7 @@ def _place(
 
 def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) -> int | None:
     """Return the first offset at or after `cursor` at which the tensor fits: every shard border inside the tensor is a
-    multiple of `step` elements after the offset. The offset is a multiple of `start`; so are `cursor` and the borders.
+    multiple of `step` elements after the offset. The offset, `cursor` and the borders are multiples of `start`.
     Only the next two shards are tried, because all later borders are alike. None: no offset fits."""
     border = (cursor // shard_numel + 1) * shard_numel
     for first, end in ((cursor, border), (border, border + shard_numel)):

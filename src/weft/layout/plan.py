@@ -16,9 +16,13 @@ WEIGHTS, GRADIENTS = "gathered weights", "partial gradients"
 
 @dataclass(frozen=True)
 class StageFacts:
-    """The bytes of the buffers of one stage of a reduction: its part over one mesh axis. `accumulating`: the buffer in
-    which microbatches add up. `traveling`: the buffer that is sent. `shared`: whether one buffer is both. `inbox`: the
-    buffer that receives."""
+    """The bytes of the buffers of one stage, which is the part of a reduction over one mesh axis.
+
+    - `accumulating`: the buffer in which the gradients of microbatches add up.
+    - `traveling`: the buffer that is sent.
+    - `inbox`: the buffer that receives.
+    - `shared`: whether one buffer both accumulates and is sent.
+    """
 
     accumulating: int
     traveling: int
@@ -28,10 +32,14 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class GradientFacts:
-    """The gradients of one trainable parameter group. `kind`: groups of equal kind can share a message (None: never).
-    `sent`: the bytes of the group's message. `narrows`: whether gradients are first packed in a wider dtype, because
-    they may overflow in the message's dtype. `declared`: whether modules write some of them directly into buffers.
-    `download`: the bytes of the device buffer from which reduced gradients are copied to CPU memory (0: none)."""
+    """The gradients of one trainable parameter group.
+
+    - `kind`: groups of equal kind can share a message. None: the group never shares one.
+    - `sent`: the bytes of the group's message.
+    - `narrows`: whether gradients are first packed in a wider dtype, because they may overflow in the message's dtype.
+    - `declared`: whether modules write some of the gradients directly into buffers.
+    - `download`: the bytes of the device buffer from which reduced gradients are copied to CPU memory; 0: none.
+    """
 
     kind: Hashable | None
     sent: int
@@ -43,14 +51,20 @@ class GradientFacts:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """The sizes of one unit, in bytes, and its relations to other units. `gathered`: gathered weights, per group.
-    `sent`: the messages that gather all groups. `refreshed`: the messages that update, once per step, the model weights
-    that each rank keeps. `turned`: the messages that gather backward's copy of some weights after forward's, and
-    their temporary memory; (0, 0) if there is one copy. `staging`: temporary memory of uploads and casts.
-    `post_forward`: the part of the weights kept from forward to backward. `tied`: the units whose parameters it shares.
-    `bundle`: the units in the message that gathers this unit, including this unit; empty if it is alone. `gradients`:
-    per group; None if the group is not reduced. `addressed`: whether the position of the unit in a pass may differ
-    between ranks."""
+    """The sizes of one unit, in bytes, and its relations to other units, which are given by number.
+
+    - `gathered`: the gathered weights of each group.
+    - `sent`: the messages that gather all groups.
+    - `refreshed`: the messages that update, once per step, the model weights that each rank keeps.
+    - `turned`: the messages that gather backward's copy of some weights after forward's copy, and their temporary
+      memory. (0, 0) if there is only one copy.
+    - `staging`: the temporary memory of uploads and casts.
+    - `post_forward`: the part of the weights that is kept from forward to backward.
+    - `tied`: the units whose parameters this unit shares.
+    - `bundle`: the units in the message that gathers this unit, including this unit. Empty if it is alone.
+    - `gradients`: the gradients of each group; None for a group that is not reduced.
+    - `addressed`: whether the position of the unit in a pass may differ between ranks.
+    """
 
     name: str
     gathered: tuple[int, ...]
@@ -107,11 +121,16 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one training step of a model on one rank. `steps`: the step's events, in order. `collectives`: in the
-    order in which they start. `peak_bytes`: the most live bytes, by role. `alive`: each set of units that are gathered
-    at the same time. `names`: the units' names, by number. `off_plan`: how many passes so far deviated from the
-    previous pass of their kind, by reason. `addresses`: by unit name, the byte offset of its weights in the slab of all
-    weights."""
+    """The plan of one training step of a model on one rank.
+
+    - `steps`: the events of the training step, in order, with their actions.
+    - `collectives`: the collectives, in the order in which they start.
+    - `peak_bytes`: the most live bytes of "gathered weights" and of "partial gradients".
+    - `alive`: the sets of units whose weights are gathered at the same time. Units are given by number.
+    - `names`: the names of the units, by number.
+    - `off_plan`: how many passes so far deviated from the previous pass of their kind, by reason.
+    - `addresses`: the byte offset of each unit's weights in the slab of all weights, by unit name.
+    """
 
     steps: tuple[Step, ...]
     collectives: tuple[Collective, ...]
@@ -128,7 +147,7 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """A hash of the collectives. It is equal on ranks with the same collectives."""
+        """A hash of `collectives`. Ranks that run the same collectives have the same hash."""
         return hashlib.blake2b(repr(self.collectives).encode(), digest_size=8).hexdigest()
 
     def bytes_at(self, number: int) -> int:
@@ -141,7 +160,7 @@ class Plan:
         return sum(each.nbytes for each in self.collectives)
 
     def table(self, most: int = 200) -> str:
-        """Return the first `most` events as text, one per line, with the actions and the live bytes after the event."""
+        """Return the first `most` events as text, one per line, with their actions and the live bytes after them."""
         lines = [f"{'event':32}{'actions':56}{'weights':>14}{'gradients':>14}"]
         for step in self.steps[:most]:
             actions = ", ".join(f"{each.what} {self._named(each.units)}" for each in step.actions)

@@ -1,6 +1,6 @@
 """Rules for reductions: their order, which units share a message, and how many are in flight.
 
-Every rank must start the same reductions in the same order, even if a unit's backward runs on some ranks only.
+Every rank must start the same reductions in the same order, even if a unit's backward runs only on some ranks.
 Therefore ranks agree on an order: the order of the last backward in which all ranks had the same order. In the first
 backward it is the reverse order of the units:
 
@@ -116,8 +116,8 @@ class ReductionOrder(ABC):
         self._turns = None if turns is None else deque(turns)
 
     def ready(self, unit: int) -> bool:
-        """Start to reduce the gradients of `unit`, which are ready, if it is their turn or if they need
-        no turn. Otherwise pack them. Return whether there is an agreed order and `waits_for_turn(unit)` is true."""
+        """Start to reduce the gradients of `unit`, which are ready, if it is their turn or if they need no turn.
+        Otherwise pack them. Return whether there is an agreed order and `waits_for_turn(unit)` is true."""
         if self._turns is None or not self.waits_for_turn(unit):
             turn = next((each for each in self._turns or () if unit in each), (unit,))
             if len(turn) > 1:

@@ -25,7 +25,7 @@ class _Holder(str):
 
 
 class _Unit:
-    """A simulated unit: whether its weights are gathered, and who holds them. It has an engine unit's methods."""
+    """A simulated unit: whether its weights are gathered, and their holders. `GatherOrder` calls its methods."""
 
     def __init__(self, walk: "Walk", number: int, facts: UnitFacts) -> None:
         self.number = number

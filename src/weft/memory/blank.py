@@ -27,7 +27,7 @@ def blank_storage(tensor: torch.Tensor) -> None:
 
 
 def has_blank(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is unfilled, by the rule for its dtype in this module's table. An empty one never is."""
+    """Return whether `tensor` is unfilled, by the rule for its dtype in the table above. False for an empty tensor."""
     dtype = tensor.dtype
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

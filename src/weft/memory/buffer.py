@@ -94,7 +94,7 @@ class FlatBuffer:
         return Cuts(extent.shape, self.layout.cuts(number, self.pieces), self.axes, extent.dim)
 
     def dtensors(self, beyond: Sequence[TensorParallel | None]) -> list[UnevenDTensor]:
-        """Return a DTensor per tensor; its local part is a view. `beyond`: each one's tensor parallelism, if any."""
+        """Return a DTensor per tensor; its local part is a view. `beyond`: each tensor's tensor parallelism."""
         made = []
         for number, (view, parallel) in enumerate(zip(self.views(), beyond)):
             cuts = self.cuts(number)
@@ -106,7 +106,8 @@ class FlatBuffer:
         return made
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy in this rank's parts of full `tensors`. Zero the padding. `blank` marks the parts of meta tensors."""
+        """Copy this rank's parts of the full `tensors` into the buffer. Zero the padding. Mark parts of meta tensors as
+        unfilled, with `blank`."""
         self.local.zero_()
         for number, (view, tensor) in enumerate(zip(self.views(), tensors)):
             cuts = self.cuts(number)

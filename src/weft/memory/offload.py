@@ -44,7 +44,7 @@ class GradientDownload:
         self._adds = False
 
     def open(self, pool: Pool) -> FlatBuffer:
-        """Wait for the last download. Return the device buffer for the next one. When that has ended, call `close`."""
+        """Wait for the latest download. Return the device buffer for the next download; call `close` after it."""
         self.finish()
         home = self._main_grad
         return FlatBuffer(home.layout, home.mesh, home.placements, pool.take(self._strip))

@@ -36,11 +36,16 @@ PATIENCE = 1.5
 
 
 class Transient:
-    """A flat buffer that is alive (has memory) only between `Pool.take` and `Pool.give`. If a take does not move it to
-    another address, earlier views of `tensor` are valid again. `on_move`: called with the new `tensor` after a move.
-    `is_fixed()`: whether views are in use, so that a take must not move it. `is_evictable()`: whether its values may
-    leave the slab for a while, because no computation uses them. `describe()`: its name in errors. `filled`: whether it
-    also has memory at first, until `empty` is called: torch cannot make views of an empty tensor."""
+    """A flat buffer that is alive (has memory) only between `Pool.take` and `Pool.give`. If `take` gives it memory at
+    the same address as before, earlier views of `tensor` are valid again.
+
+    - `on_move`: called with the new `tensor` after the buffer has moved to another address.
+    - `is_fixed()`: whether views of the buffer are in use, so that `take` must not move it.
+    - `is_evictable()`: whether its values may leave the slab for a while, because no computation uses them.
+    - `describe()`: returns its name in errors.
+    - `filled`: whether it also has memory from the start, until `empty` is called: torch cannot make views of an empty
+      tensor.
+    """
 
     def __init__(
         self,
@@ -84,11 +89,16 @@ class Transient:
 
 
 class Pool:
-    """Provides and plans the memory of a model's gathered weights, or of its partial gradients. `plan`: the places of
-    the buffers in one slab of memory, None before the first plan. `plans`: the number of plans. `lower_bound`: the peak
-    of live bytes in the steps that the plan covers; no smaller slab suffices. `peak`: the peak in all steps.
-    `allocations`: the number of calls of torch's allocator. `fallbacks`: how often, since the first plan, a buffer had
-    no free place in the slab. `outdated`: whether the plan no longer fits the use of the buffers."""
+    """Provides and plans the memory of a model's gathered weights, or of its partial gradients.
+
+    - `plan`: the places of the buffers in one slab of memory; None before the first plan.
+    - `plans`: the number of plans made so far.
+    - `lower_bound`: the peak of live bytes in the steps that the plan covers. No smaller slab suffices.
+    - `peak`: the peak of live bytes in all steps.
+    - `allocations`: the number of calls of torch's allocator.
+    - `fallbacks`: how often, since the first plan, a buffer had no free place in the slab.
+    - `outdated`: whether the plan no longer fits the use of the buffers.
+    """
 
     def __init__(self, planned: bool) -> None:
         self.planned = planned

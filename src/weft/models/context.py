@@ -1,6 +1,6 @@
-"""Context parallelism: the rows of a batch are cut over the ranks of a mesh axis, and layers exchange what they need.
+"""Context parallelism: the rows of a batch are cut over the ranks of a mesh axis, and layers exchange tensors.
 
-Every row is cut into 2 x cp equal slices, for cp ranks. Rank r has slices r and 2 x cp - 1 - r, so that causal
+With cp ranks, every row is cut into 2 x cp equal slices. Rank r has slices r and 2 x cp - 1 - r, so that causal
 attention is the same amount of work on each rank. With cp = 2:
 
     row        0 0 1 1 2 2 3 3        the number of each position's slice
@@ -40,7 +40,7 @@ from weft.models.loss import IGNORED_LABEL
 
 
 class Piece(NamedTuple):
-    """All parts of documents in this rank's slices that have S queries and T keys each, for causal attention.
+    """The parts of documents in this rank's slices that have S queries and T keys each (see `Slices.pieces`).
 
     `queries` [parts, S]: the indices of the queries in the flattened slices. `keys` [parts, T]: the indices of the keys
     in the flattened tensor that `Slices.pieces` describes. The last S keys of a part have the positions of its queries.
@@ -52,10 +52,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Slices:
-    """This rank's two slices of each row of a batch. Layers take a `Documents` or this object as `documents`.
+    """This rank's two slices of each row of a batch. Layers accept a `Documents` or a `Slices` as `documents`.
 
     `whole`: the documents of the whole batch, whose rows are padded to a multiple of 2 x `ranks`. `group`: the process
-    group of the ranks that share the rows. `rank`: this rank's number in the group. Tensors of the slices
+    group of the ranks over which the rows are cut. `rank`: this rank's number in the group. Tensors of the slices
     have the shape [batch, 2 width, ...], where width is the length of a slice.
     """
 
@@ -68,7 +68,7 @@ class Slices:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that share the rows."""
+        """The number of ranks over which the rows are cut."""
         return self.group.size()
 
     @property
@@ -339,10 +339,10 @@ def require_borders(documents: Any, tokens: Tensor) -> None:
 
 
 def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
-    """Return this rank's part of a batch that the ranks of `meshes.cp` share.
+    """Return this rank's part of a batch whose rows are cut over the ranks of `meshes.cp`.
 
     Each of these ranks must call the function with the same batch. `batch`: a dict of tensors [batch, seq, ...], with
-    the key "tokens". It may also have the key "documents", with a `Documents`.
+    the key "tokens". The dict may also have the key "documents", with a `Documents`.
 
         part = context_part({"tokens": tokens, "labels": labels, "documents": documents}, meshes)
         loss = model(part.pop("tokens"), **part)
@@ -352,9 +352,9 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
     the exception see `Documents.continues`.) The result always has "documents": a `Slices`, which the model takes in
     place of a `Documents`.
 
-    Raises `ValueError` if `meshes.cp` is None, for a value that is not a tensor, and for a tensor whose shape does not
-    begin with the shape of "tokens". Raises `TypeError` for a batch without "tokens", and for "documents" that are not
-    a `Documents`, such as `Slices`, which are already cut.
+    Raises `ValueError` if `meshes.cp` is None, if a value is not a tensor, and if the shape of a tensor does not begin
+    with the shape of "tokens". Raises `TypeError` if the batch has no "tokens", and if "documents" is not a
+    `Documents`. A `Slices` is rejected too: its batch is already cut.
     """
     if meshes.cp is None:
         raise ValueError(

@@ -1,9 +1,9 @@
 """Cuts a hybrid model into pipeline stages. The borders are the `|` of its pattern. Without `|`, stages have about the
 same cost.
 
-The cost of a layer is the number of its weights that one token uses. Routed experts that the token does not visit are
-not counted. The last stage also has the head and the prediction depths. The cost of a depth includes a projection, its
-layers and the head.
+The cost of a layer is the number of weights that one token uses. Routed experts to which the token is not sent are not
+counted. The last stage also has the head and the prediction depths. The cost of a prediction depth is the cost of its
+projection, its layers and the head.
 """
 
 from collections import Counter
@@ -63,7 +63,7 @@ def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placeme
 
 
 def layer_costs(cfg: HybridConfig, layers: tuple[LogicalLayer, ...]) -> list[float]:
-    """Return, for each of `layers`, the number of its weights that one token uses."""
+    """Return the cost of each of `layers`: the number of weights that one token uses, on average."""
     kinds = {symbols: _cost(cfg, symbols) for symbols in Counter(layer.symbols for layer in layers)}
     return [kinds[layer.symbols] for layer in layers]
 

@@ -25,7 +25,7 @@ PADDING = -1
 
 
 class AttentionLayout(NamedTuple):
-    """The positions of all documents, without padding, in the order of the documents' lengths.
+    """The positions of all documents, without padding, sorted by the lengths of the documents.
 
     `order`: the positions, in this order, as indices in the flattened batch. None: the batch already has this order and
     no padding. `groups`: a pair (number of documents, length) for each length, the shortest first.
@@ -54,8 +54,9 @@ class Documents:
     - `continues`: whether the text of each row's last document continues after the row. If so, the loss uses the label
       at the row's last position, which is the first token after the row. Otherwise, the loss ignores this label.
 
-    Two `Documents` are equal if all their fields are equal. The constructor checks the starts on the host. It raises
-    `ValueError` if the starts do not ascend, if one is outside of the batch, or if a row does not begin with a start.
+    Two `Documents` are equal if all their fields are equal. The constructor checks the fields on the host. It raises
+    `ValueError` if the starts do not ascend, if a start is outside of the batch, if the first position of a row is not
+    a start, or if an index in `padding` is invalid.
     """
 
     batch: int
@@ -218,8 +219,8 @@ class Documents:
         return self.kept(device, "reaches", make)
 
     def cu_seqlens(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the starts of documents and of runs of padding in the flattened batch, followed by the length
-        of the batch, as int32. Variable-length kernels take this form."""
+        """Return the starts of documents and of runs of padding in the flattened batch, followed by the length of the
+        flattened batch, as int32. Variable-length attention kernels take cumulative lengths in this form."""
         return self.kept(device, "cu_seqlens", lambda: torch.tensor([*self.starts, self.batch * self.seq]).int())
 
     def labels(self, labels: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Differentiable collectives of context and tensor-parallel ranks: all-gather, reduce-scatter and all-to-all.
 
-            start_gathering(...)         other computation    finish = the returned function
+            start_gathering(...)         other computation    finish(), the returned function
 forward     starts the all-gather        overlaps             waits for it
 backward    waits for the reduce-scatter overlaps             starts the reduce-scatter of gradients
 

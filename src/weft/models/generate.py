@@ -70,9 +70,9 @@ def generate(
     `lengths`: the length of each row's prompt, which starts at the beginning of the row. Default: S. `among`: the
     tokens to choose from, 1-D. Default: all.
 
-    The model sees no padding. It first reads as many tokens of each row as the shortest prompt has. Then it reads one
-    token of each row per step: the next token of the prompt or, after the prompt's end, the last sampled token. While
-    the model still reads the prompt of a row, -1 is yielded for that row.
+    The model sees no padding. In the first step, it reads the first n tokens of each row, where n is the length of the
+    shortest prompt. In each later step, it reads one token of each row: the next token of the prompt or, after the
+    prompt's end, the last sampled token. While the model still reads the prompt of a row, -1 is yielded for that row.
     """
     cache: Cache = {}
     lengths = [tokens.shape[1]] * len(tokens) if lengths is None else list(lengths)
@@ -103,8 +103,9 @@ def continuations(
     """Yield at each step a list with an entry for each of `prompts`: the next token of its continuation, or None while
     the model still reads the prompt and after the continuation has ended.
 
-    A continuation ends at a token of `ends`, which is not yielded, or after `most` tokens. A list of only None is not
-    yielded. The iterator ends when all continuations have ended. `options`: keyword arguments of `generate`.
+    A continuation ends at a token of `ends`, which is not yielded, or after `most` tokens. A step in which every entry
+    is None is not yielded. The iterator ends when all continuations have ended. `options`: keyword arguments of
+    `generate`.
     """
     lengths = [len(prompt) for prompt in prompts]
     tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)

@@ -33,21 +33,24 @@ from weft.pipeline.actions import LOOP
 class HybridModel(nn.Module):
     """A language model: an embedding, the layers that `cfg.pattern` describes, and a head that scores the next token.
 
-    The pattern may also describe depths of multi-token prediction. With tied embeddings the head uses the weight of the
-    embedding. Initial weights depend only on the seed and on the type of device, not on `meshes`. For a model on the
-    meta device, the order in which you materialize modules (`to_empty` and `reset_parameters`) does not matter either.
+    The pattern may also describe prediction depths (multi-token prediction). With tied embeddings, the head uses the
+    weight of the embedding. Initial weights depend only on the seed and on the type of device, not on `meshes`. If the
+    model is built on the meta device, they do not depend on the order in which you materialize its modules (`to_empty`
+    and `reset_parameters`).
 
-    With a pipeline (`meshes.pp`), this rank has only some stages of the model. If the pattern has `|`, each of its
-    segments is a stage. Otherwise the layers are cut into stages of about equal cost. `chunks`: the number of stages on
-    each rank. Default: the number of segments divided by the number of pipeline ranks, or 1 for a pattern without `|`.
-    `placement`: which stages a rank gets, "loop" or "v" (see `weft.pipeline.placement`). Parameters have the same
-    names and initial values as in the whole model. Run a pipeline with `weft.overlap.forward_backward`.
+    With a pipeline (`meshes.pp`), this rank has only some stages of the model. If the pattern has `|`, each segment of
+    the pattern is a stage. Otherwise the layers are cut into stages of about equal cost. Parameters have the same names
+    and initial values as in the whole model. Run a pipeline with `weft.overlap.forward_backward`.
 
-    With `meshes.tp` the ranks of that axis share every layer (see `weft.models.tensor_parallel`). Each of them calls
-    the model with the same tokens and gets the same loss. The parameters are DTensors.
+    - `chunks`: the number of stages on each rank. Default: the number of segments divided by the number of pipeline
+      ranks, or 1 for a pattern without `|`.
+    - `placement`: which stages a rank gets, "loop" or "v" (see `weft.pipeline.placement`).
 
-    Raises `ValueError` if an axis of `meshes` or its size does not suit the model, such as `ep` for a pattern without
-    experts. Raises it too if `chunks` or `placement` does not fit the pattern and the ranks.
+    With `meshes.tp`, every layer is split over the ranks of that axis (see `weft.models.tensor_parallel`). All of these
+    ranks call the model with the same tokens and get the same loss. The parameters are DTensors.
+
+    Raises `ValueError` if an axis of `meshes`, or the size of an axis, does not fit the model. An example is `ep` for a
+    pattern without experts. Also raises `ValueError` if `chunks` or `placement` does not fit the pattern and the ranks.
     """
 
     origin: Any = None
@@ -118,17 +121,17 @@ class HybridModel(nn.Module):
     def tied_ends(self) -> Sequence[nn.Module]:
         """This rank's modules that the model uses both before and after its layers.
 
-        If a tied head or prediction depths also use the embedding, the list has the embedding, or this rank's copy of
-        it. If not, the list is empty.
+        The list has the embedding, or this rank's copy of it, if a tied head or prediction depths also use the
+        embedding. Otherwise, and on a rank without the embedding, the list is empty.
         """
         ties = self.cfg.tie_word_embeddings or self.cfg.parsed.depths > 0
         return [self.embedding] if ties and self.embedding is not None else []
 
     @property
     def shared_ends(self) -> Sequence[nn.Module]:
-        """The same as `tied_ends` if the first and the last stage are on different ranks, which then both have a copy.
+        """`tied_ends`, if the first and the last stage are on different ranks. Otherwise empty.
 
-        Otherwise empty.
+        Each of these two ranks then has a copy of the embedding.
         """
         return self.tied_ends if self.cut is not None and self.cut.shares_ends else []
 
@@ -140,8 +143,8 @@ class HybridModel(nn.Module):
     def embed(self, tokens: Tensor, documents: Borders | None = None) -> Tensor:
         """Embed tokens; [batch, seq] int64 -> [batch, seq, hidden].
 
-        `documents` are only checked. Raises `TypeError` if they are neither `Documents` nor from `context_part`. Raises
-        `ValueError` if their shape differs from the shape of `tokens`.
+        `documents` do not change the result. Raises `TypeError` if they are neither `Documents` nor from
+        `context_part`, and `ValueError` if their shape differs from the shape of `tokens`.
         """
         require_borders(documents, tokens)
         x_BSD, multiplier = self.embedding(tokens), self.cfg.embedding_multiplier
@@ -180,8 +183,8 @@ class HybridModel(nn.Module):
     ) -> Tensor:
         """Return the mean cross-entropy, a scalar. In training mode, add the losses of layers and of prediction depths.
 
-        `x_BSD`: the last layer's output, before the final norm. `losses`: the scalars that layers add to the loss, such
-        as those of routers.
+        `x_BSD`: the last layer's output, before the final norm. `losses`: the auxiliary losses of the layers, such as
+        routers, each a scalar.
         """
         outputs, added = self._outputs(x_BSD, tokens, self.depths if self.training else (), documents)
         return self.total_loss(outputs, labels, [*losses, *added], documents)
@@ -189,8 +192,8 @@ class HybridModel(nn.Module):
     def _outputs(
         self, x_BSD: Tensor, tokens: Tensor, depths: Sequence[PredictionDepth], documents: Borders | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the hidden states of the model and of each depth, from which logits are computed, and the losses that
-        the layers of the depths add."""
+        """Return the hidden states from which the logits of the model and of each depth are computed, and the auxiliary
+        losses of the depths' layers."""
         outputs, losses = [self.final_norm(x_BSD)], []
         for number, depth in enumerate(depths):
             output_BSD, added = depth(self.following(number, tokens, documents), outputs[-1], documents)
@@ -295,12 +298,12 @@ class HybridModel(nn.Module):
             tokens: [batch, seq] int64.
             labels: [batch, seq] int64. `labels[b, s]` is the token that follows `tokens[b, s]` (already shifted), or
                 -100 to ignore the position.
-            cache: a dict for generation. Pass an empty dict to the first call, and the same dict to later calls, whose
-                `tokens` continue those of earlier calls. Each call updates the dict, and returns the logits of its own
-                `tokens`. These are equal to the logits of one call with the whole sequence. The exception is a
-                `rope_scaling` of type "dynamic" or "longrope", whose rotation depends on the length of the sequence.
-                The logits are then equal to those of one call with the sequence so far. A call that changes the
-                rotation of earlier positions computes these positions again.
+            cache: a dict for generation. Pass an empty dict to the first call, and the same dict to later calls. The
+                `tokens` of a later call continue the sequence of the earlier calls. Each call updates the dict and
+                returns the logits of its own `tokens`. They are equal to the logits of one call with the whole
+                sequence. The exception is a `rope_scaling` of type "dynamic" or "longrope", whose rotation depends on
+                the length of the sequence. The logits are then equal to the logits of one call with the sequence up to
+                these `tokens`. A call that changes the rotation of earlier positions recomputes these positions.
             documents: the documents and the padding in the rows. No information passes between documents. The label at
                 a document's last position is ignored (for the exception see `Documents.continues`).
             depths: if True, return only a list with the logits of each prediction depth (see `prediction_logits`).
@@ -309,11 +312,13 @@ class HybridModel(nn.Module):
         cross-entropy over the labels that are not -100 (see `weft.models.loss.cross_entropy`). In training mode the
         losses of routers and prediction depths are added to it.
 
-        Raises `ValueError` for `documents` that do not have the shape of `tokens`, for `documents` together with a
-        cache, for a cache that holds only states of other models or has a different number of rows, and for `depths`
-        together with labels or a cache. With tensor parallelism, raises it for any cache. With context parallelism,
-        raises it for a batch that is not from `context_part`. Raises `TypeError` for `documents` of a wrong type.
-        Raises `RuntimeError` if the model is cut into pipeline stages on several ranks.
+        Raises:
+            ValueError: for `documents` whose shape differs from the shape of `tokens`, for a cache that holds only
+                states of other models or has a different number of rows, for `documents` together with a cache, and for
+                `depths` together with labels or a cache. With tensor parallelism, for any cache. With context
+                parallelism, for a batch that is not from `context_part`.
+            TypeError: for `documents` of a wrong type.
+            RuntimeError: if the model is cut into pipeline stages on several ranks.
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(

@@ -1,7 +1,8 @@
 """Chooses which weights of a hybrid model are quantized when they are gathered.
 
 quantized        projections of attention, recurrent layers and MLPs; shared and routed experts
-unquantized      norms, biases, convolutions, decays, routers and other gates, embedding, head, projection of each depth
+unquantized      norms, biases, convolutions, decays, routers and other gates, embedding, head, and the projection of
+                 each prediction depth
 """
 
 from collections.abc import Iterator
@@ -22,8 +23,9 @@ _MARK = "is_quantized"
 def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Return a copy of `policy` whose `quantize` function selects weights of `model` (see the top of this file).
 
-    Return `policy` itself if it has no `param_quantization`, or if its `quantize` is your own function. With
-    `except_ends(...)`, layers at both ends are left out. Raises `ValueError` if no layer remains.
+    Return `policy` itself if it has no `param_quantization`, or if its `quantize` is your own function. If `quantize`
+    is `except_ends(first, last)`, the first `first` and the last `last` layers are not quantized. Raises `ValueError`
+    if no layer would be quantized.
     """
     if policy.param_quantization is None or not (policy.quantize is None or isinstance(policy.quantize, ExceptEnds)):
         return policy

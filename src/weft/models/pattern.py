@@ -14,8 +14,9 @@
     |        pipeline segment border, in the main part only
     /        start of a multi-token-prediction part; each part is one prediction depth
 
-A physical layer is a symbol, counted from 1. A logical layer is a group or a symbol outside of groups, counted from 0.
-`M[*-]|M[*E]/[*E]` is two pipeline segments of two logical layers each, and one prediction depth of one logical layer.
+A physical layer is one symbol. Physical layers are numbered from 1. A logical layer is a group, or a symbol outside of
+groups. Logical layers are numbered from 0. The pattern `M[*-]|M[*E]/[*E]` has two pipeline segments with two logical
+layers each, and one prediction depth with one logical layer.
 """
 
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ TERMINAL = "-E"
 class LogicalLayer:
     """A logical layer (a group, or a symbol outside of groups) in the main part or a prediction part of a pattern.
 
-    `index`: its number in the part, from 0. `symbols`: its symbols. `physical`: the number of its first symbol in the
-    part, from 1.
+    `index`: the number of the layer in the part, from 0. `symbols`: the symbols of the layer. `physical`: the number of
+    the layer's first symbol in the part, from 1.
     """
 
     index: int
@@ -90,8 +91,8 @@ class Pattern:
 
 
 def parse(text: str) -> Pattern:
-    """Parse a pattern. Raises `PatternError` if the pattern breaks a rule. The error names the rule, the characters
-    that break it, and their position (from 0)."""
+    """Parse a pattern. Raises `PatternError` if the pattern breaks a rule. The error states the rule, the characters
+    that break the rule, and the position of these characters (from 0)."""
     main: list[list[LogicalLayer]] = [[]]
     depths: list[list[LogicalLayer]] = []
     part = main  # the current part: the segments of the main part, or one list for a prediction part

@@ -31,8 +31,9 @@ from weft.overlap import StagedLayer
 class PredictionDepth(Stack):
     """One depth of multi-token prediction: a projection, a stack of layers and a final norm.
 
-    The projection of depth k = 1, 2, ... combines the embeddings of the tokens k positions later with the output of the
-    previous depth or, in the first depth, of the model. The class follows the protocol `weft.overlap.StagedDepth`.
+    The projection of depth k = 1, 2, ... combines two inputs: the embeddings of the tokens k positions later, and the
+    output of the previous depth (in the first depth, the output of the model). The class follows the protocol
+    `weft.overlap.StagedDepth`.
     """
 
     added_loss: Tensor
@@ -56,20 +57,20 @@ class PredictionDepth(Stack):
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:
-        """The layers, as `weft.overlap` runs them."""
+        """This depth's logical layers, which `weft.overlap` schedules."""
         return list(self.layers)
 
     def enter(self, following: Tensor, previous: Tensor) -> Tensor:
         """Return the first layer's input, [B, S, D].
 
-        `following`: in depth k (from 1), the embeddings of the tokens k positions later. `previous`: the output of
-        the previous depth or, in the first depth, of the model after its final norm.
+        `following`: in depth k (from 1), the embeddings of the tokens k positions later. `previous`: the output of the
+        previous depth or, in the first depth, the output of the model after its final norm.
         """
         previous = previous.view_as(previous)  # a separate autograd node, so that the order of gradient sums is fixed
         return self.project(torch.cat((self.embedding_norm(following), self.hidden_norm(previous)), dim=-1))
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """Return the final norm of the last layer's output."""
+        """Apply the final norm to the last layer's output; [B, S, D] -> [B, S, D]."""
         return self.final_layernorm(hidden)
 
     def forward(  # type: ignore[override]
@@ -127,10 +128,10 @@ def shifted(tokens: Tensor, places: int, filling: int, documents: Borders | None
 
 @torch.no_grad()
 def prediction_losses(model: nn.Module) -> Tensor:
-    """Return, for each prediction depth, the sum of its losses since the last call. Set the sums to 0.
+    """Return, for each prediction depth, the sum of its losses since the last call. Then set these sums to 0.
 
-    Each forward in training mode adds the mean cross-entropy of its batch, not multiplied by `mtp_loss_coef`. Each
-    data-parallel rank has its own sums. The result is [depths] in fp32, and empty on a rank without depths.
+    Each forward in training mode adds the depth's mean cross-entropy of the batch, not multiplied by `mtp_loss_coef`.
+    Each data-parallel rank has its own sums. The result is [depths] in fp32, and empty on a rank without depths.
     """
     depths = [module for module in model.modules() if isinstance(module, PredictionDepth)]
     losses = [depth.added_loss.clone() for depth in depths]

@@ -1,4 +1,4 @@
-"""The valid values of `HybridConfig.rope_scaling`: each has a `rope_type` and the numbers that the type needs."""
+"""The valid values of `HybridConfig.rope_scaling`: a `rope_type`, and the parameters that this type needs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ TYPES: dict[str, tuple[set[str], set[str]]] = {
     "dynamic": ({"factor", "original_max_position_embeddings"}, set()),
     "longrope": ({"short_factor", "long_factor", "factor", "original_max_position_embeddings"}, {"attention_factor"}),
 }
-"""Each `rope_type` with the names of its required and its optional numbers."""
+"""Maps each `rope_type` to the names of its required parameters, and of its optional parameters."""
 
 
 def check_rope_scaling(scaling: Mapping[str, Any], pairs: int) -> None:

@@ -11,14 +11,14 @@ from weft.models.narrow import choose_weights
 
 
 def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
-    """Shard `model` in place, one unit (one call of `weft.fully_shard`) per logical layer, and return it.
+    """Shard `model` in place, with one unit (one call of `weft.fully_shard`) per logical layer, and return `model`.
 
     Each logical layer and each prediction depth becomes one unit over `meshes.dense`. In each layer, experts that
     are spread over ranks become a separate unit over `meshes.expert`. Each parameter of these experts is a DTensor with
     the shape of all experts, and is also sharded over `meshes.ep`. The gradients of experts are averaged over all
     data-parallel ranks, like all other gradients. An embedding that the first and the last stage of a pipeline share is
-    one more unit. The model itself is the root unit. It has the other parameters of this rank: embedding, final norm
-    and head.
+    one more unit. The model itself is the root unit. The root unit has this rank's other parameters: embedding, final
+    norm and head.
 
     `options` are passed to each `weft.fully_shard` call, with these exceptions:
 
@@ -31,6 +31,8 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     If `mp_policy` has `param_quantization` but no `quantize`, the weights of experts and of the projections in layers
     are quantized. With `quantize=weft.quantize.except_ends(first, last)`, the layers of the pattern's first `first`
     and last `last` symbols are not quantized.
+
+    Raises `TypeError` if `model` is not a `HybridModel`, and `ValueError` if `meshes` does not fit the model.
     """
     if not isinstance(model, HybridModel):
         raise TypeError(f"models.shard got a {type(model).__name__}: pass a HybridModel; fully_shard takes any module")
@@ -63,8 +65,8 @@ def _for_experts(options: dict[str, Any], meshes: Meshes) -> dict[str, Any]:
     """Return `options` for expert units, with the divisor of their gradients.
 
     A rank's experts see the tokens of the whole expert-parallel group, so the divisor is multiplied by the group's
-    size. Without `etp`, whole experts are also spread over tensor-parallel ranks, whose gradients must be summed, not
-    averaged.
+    size. Without `etp`, whole experts are also spread over tensor-parallel ranks. The gradients of these ranks must be
+    summed, not averaged.
     """
     assert meshes.ep is not None
     divisor = (options.get("gradient_divide_factor") or 1) * meshes.ep.size()

@@ -40,10 +40,10 @@ def check_context(cfg: HybridConfig, context: int, size: int) -> None:
 
 
 def least_row(cfg: HybridConfig, context: int) -> int:
-    """Return the length of the shortest rows that `context` context-parallel ranks can share.
+    """Return the minimum length of a row, in positions, with `context` context-parallel ranks.
 
     Each row is cut into 2 x `context` slices (see `weft.models.context`). At the first position of a slice, a
-    convolution also reads earlier positions. All of these must be in the previous slice.
+    convolution also reads earlier positions. All of these positions must be in the previous slice.
     """
     widths = [getattr(cfg, name) for kinds, name in _CONVOLUTIONS.items() if set(cfg.pattern) & set(kinds)]
     return 2 * context * max(max(widths, default=1) - 2, 0) + 1 if context > 1 else 1

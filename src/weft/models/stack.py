@@ -50,7 +50,7 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, S, D] and the layer's auxiliary loss, a scalar or None.
 
-        With a cache, `x_BSD` has only the positions after the cached ones (see `HybridModel.forward`).
+        With a cache, `x_BSD` has only the positions after the cached positions (see `HybridModel.forward`).
         """
         return run_stages(self, x_BSD, **_given(cache=cache, documents=documents))
 
@@ -107,8 +107,8 @@ class Layer(nn.Module):
         return self._terminal.run_experts(rows, handle)
 
     def finish(self, rows: Tensor, kept: dict[str, Tensor], handle: Any) -> Tensor:
-        """Add the terminal block's output to the residual stream. This is the MLP's output, or the weighted sum of the
-        experts' outputs plus the shared expert's output. Return [B, S, D]."""
+        """Add the terminal block's output to the residual stream, and return the sum, [B, S, D]. The terminal block's
+        output is the MLP's output, or the weighted sum of the experts' outputs plus the shared expert's output."""
         return self._terminal.join(rows, kept, handle)
 
     def expert_modules(self) -> Sequence[nn.Module]:

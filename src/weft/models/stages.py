@@ -12,7 +12,7 @@ Found = TypeVar("Found")
 
 
 class Stages:
-    """Exchanges values between the ranks of this rank's pipeline. Without a pipeline, this rank is the only one."""
+    """Exchanges values between the ranks of this rank's pipeline. Without a pipeline, nothing is exchanged."""
 
     def __init__(self, model: nn.Module) -> None:
         self._cut = parts_of(model)

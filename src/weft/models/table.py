@@ -11,7 +11,7 @@ from weft.models.pattern import LAYER_KEYS, LAYER_NAMES
 
 @dataclass(frozen=True)
 class Row:
-    """The row of one symbol of a pattern. The numbers of symbols and of logical layers restart in each prediction part.
+    """The row of one symbol of a pattern. Symbols and logical layers are numbered separately in each prediction part.
 
     - `layer`: the name of the kind of layer that the symbol stands for.
     - `physical`: the number of the symbol, from 1.

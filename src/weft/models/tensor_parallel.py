@@ -1,7 +1,8 @@
-"""Tensor parallelism with sequence parallelism: the `tp` ranks of a mesh axis share every layer.
+"""Tensor parallelism with sequence parallelism: every layer is split over the `tp` ranks of a mesh axis.
 
-Between blocks each of the `tp` ranks has a part of the positions, [B, S / tp, D]. A block gathers the positions and
-computes with its heads, groups or columns. The output of its last projection is reduce-scattered over the positions:
+Between blocks, each of the `tp` ranks has a part of the positions, [B, S / tp, D]. In a block, a rank gathers all
+positions and computes its own heads, groups or columns. The output of the last projection is reduce-scattered over the
+positions:
 
     x [B, S/tp, D]   norm   gather   [B, S, D]   this rank's heads   last projection   sum, scatter   [B, S/tp, D]
 
@@ -32,7 +33,7 @@ CUT, ALIKE, SPREAD = "cut", "alike", "spread"
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """The ranks that share every layer. `mesh` is 1-D."""
+    """The tensor-parallel ranks, over which every layer is split. `mesh`: the 1-D mesh of these ranks."""
 
     mesh: DeviceMesh
     experts: str = CUT
@@ -67,8 +68,8 @@ class TensorRanks:
         return gathered(self.group, x, lane=LANE)[0]
 
     def mean(self, x: Tensor, first: int, count: int) -> Tensor:
-        """Return the mean of `x` over `count` adjacent ranks, from rank `first` on. Every rank of `mesh` must call this
-        method."""
+        """Return the mean of `x` over the `count` adjacent ranks that start at rank `first`. Every rank of `mesh` must
+        call this method."""
         return self.stacked(x)[first : first + count].mean(0)
 
     def joined(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -261,7 +262,7 @@ _KINDS = {
 
 
 def ends_of(cfg: HybridConfig) -> dict[str, Lies]:
-    """Return how each parameter outside of blocks is divided, as `cuts_of` does. The keys are the names of modules."""
+    """Return how each parameter outside of blocks is divided, in the form of `cuts_of`. The keys are module names."""
     tokens = _columns((cfg.vocab_size, 1))
     norms = dict.fromkeys(("final_layernorm", "embedding_norm", "hidden_norm"), WHOLE)
     return {"embedding": tokens, "output_layer": tokens, "project": WHOLE, **norms}

@@ -2,13 +2,13 @@
 
     handle = dispatcher.plan(counts, rows)        starts to exchange the numbers of rows between ranks
     ...                                           computation
-    there = dispatcher.dispatch(rows, handle)     sends the rows in the background, once those numbers are known
+    there = dispatcher.dispatch(rows, handle)     sends the rows in the background, once these numbers are known
     ...                                           computation
     rows = there.wait()                           the rows that arrived, grouped by the sending rank
     back = dispatcher.combine(rows, handle)       sends rows back
 
-The dispatcher's `rows_per` defines a row. With "rank", a token has one row for all of its experts on one rank (see
-`weft.moe.visits`). With "expert", a token has one row for each of its experts, and the rows are sorted by expert.
+The dispatcher's `rows_per` defines a row. With "rank", a token has one row for each rank that has any of its experts
+(see `weft.moe.visits`). With "expert", a token has one row for each of its experts, and the rows are sorted by expert.
 
 `dispatch` and `combine` only move rows, so each is the backward of the other. Autograd does not record them. `exchange`
 is their differentiable form, which waits for the rows before it returns.
@@ -203,11 +203,11 @@ class AllToAll:
     `rows_per`: "rank" sends a token once to each rank that has any of its experts. "expert" sends a token once for each
     of its experts; the layer's outputs are then bit-equal to the outputs of one process.
 
-    Collective: every rank of the group must build its dispatchers in the same order. Rows use a lane (a queue of
-    operations beside the computation). The numbers of rows use a second lane, so that they never queue behind rows.
-    If the group uses a backend other than gloo, the numbers of rows also use a second communicator, because such a
-    backend runs the operations of one communicator one after another. Over gloo on CPU, if ranks run different numbers
-    of expert layers, a rank that waits for the others raises CollectiveMismatch within seconds.
+    Collective: every rank of the group must build its dispatchers in the same order. Rows use a lane (a communication
+    queue that runs in parallel with the computation). The numbers of rows use a second lane, so that they never wait
+    for rows. If the group uses a backend other than gloo, the numbers of rows also use a second communicator, because
+    such a backend runs the operations of one communicator one after another. Over gloo on CPU, if ranks run different
+    numbers of expert layers, a rank that waits for the others raises CollectiveMismatch within seconds.
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int, *, rows_per: str = "rank") -> None:

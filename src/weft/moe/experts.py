@@ -59,7 +59,7 @@ class GroupedExperts(nn.Module):
     differs_between_ranks = False
     """Whether other ranks hold other experts of the same layer. `fully_shard` then requires `spread`."""
     fills_slices = True
-    """Whether `reset_parameters` can fill only the local part of a DTensor, with the values that this part has in a
+    """Whether `reset_parameters` can fill only the local part of a DTensor. The values are the same as if it filled the
     whole tensor."""
 
     def __init__(

@@ -25,7 +25,7 @@ class Sent(NamedTuple):
     - `rows` [rows, width]: the rows to send (for the width see `Dispatcher.dispatch`).
     - `weights` [tokens, k]: the routing weights. None with `rows_per="rank"`: the rows then contain them.
     - `shared` [batch, seq, hidden]: the shared expert's output. None if the layer has no shared expert.
-    - `loss`: the `loss` of `Routing`.
+    - `loss`: the router's loss, a scalar or None (see `Routing`).
     - `handle`: the sizes and the order of the exchange (see `weft.moe.Handle`).
     """
 
@@ -242,7 +242,8 @@ class MoE(nn.Module):
         return output if shared is None else output + shared
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Run the layer; [batch, seq, hidden] -> ([batch, seq, hidden], the `loss` of `Routing`)."""
+        """Run the layer; [batch, seq, hidden] -> ([batch, seq, hidden], loss). The loss is the router's, a scalar or
+        None (see `Routing`)."""
         rows, weights, shared, loss, handle = self.send(hidden)
         rows = exchange(rows, self.dispatcher, handle, "dispatch")
         rows = self.run_experts(rows, handle)

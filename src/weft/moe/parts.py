@@ -1,4 +1,4 @@
-"""The part of each parameter with which a rank computes under tensor parallelism.
+"""The part of each parameter that a rank uses in its computation under tensor parallelism.
 
 parameter            at rest                  in a product         its gradient
 -------------------  -----------------------  -------------------  ------------------------------------
@@ -7,8 +7,8 @@ cut                  DTensor, Shard(dim)      this rank's slice    the gradient 
 read in parts        DTensor, Replicate()     this rank's spans    partial: summed over the ranks
 whole                DTensor, Replicate()     whole                partial: summed over the ranks
 
-A parameter is read in parts if the rows that this rank needs are not one slice of it. Examples are the fused
-projections of recurrences, and heads, groups or vocabularies that cannot be divided evenly.
+A parameter is read in parts if it cannot be cut into one equal slice for each rank. Examples are the fused projections
+of recurrences, and heads, groups or vocabularies that cannot be divided evenly.
 """
 
 from collections.abc import Sequence
@@ -115,7 +115,7 @@ def spans_of(sections: Sequence[tuple[int, int]], ranks: int, rank: int) -> list
 
 
 def units_of(units: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the units that `rank` uses, of `units` units in all, as (index of the first unit, count).
+    """Return which of the `units` units `rank` uses, as (index of the first unit, count).
 
     If `units` is a multiple of `ranks`, the parts are equal. If `ranks` is a multiple of `units`, several ranks share
     one unit. Otherwise the last ranks have fewer units, or none.

@@ -280,8 +280,8 @@ def _best(scores: Tensor, k: int) -> Tensor:
 
 
 def _keep_best(scores: Tensor, experts: Tensor, load: Tensor, capacity: int) -> Tensor:
-    """Return which assignments of a sequence are among the `capacity` best of their expert. All tensors are [batch,
-    n]."""
+    """Return whether each assignment is among the `capacity` best assignments of its sequence to its expert, [batch, n]
+    bool. `scores`, `experts`: [batch, n]. `load`: the number of assignments to each expert, [batch, num_experts]."""
     by_score = scores.argsort(dim=-1, descending=True, stable=True)
     experts, by_expert = experts.gather(-1, by_score).sort(dim=-1, stable=True)
     starts = load.cumsum(-1) - load

@@ -9,11 +9,11 @@ The row also holds the numbers and weights of the token's experts on that rank.
 
     row   | hidden ...... | weight 0 .. m-1 | expert 0 .. m-1 |     m: as many experts as a token can visit on one rank
 
-The bits of the weights and expert numbers are stored as elements of the row's dtype, so that a row is one piece of one
-tensor. In backward, rows contain the gradients of the weights in place of the weights. An expert's weight is applied
+The bits of the weights and expert numbers are stored as elements of the row's dtype, so that one tensor holds whole
+rows. In backward, rows contain the gradients of the weights in place of the weights. An expert's weight is applied
 once, on the expert's rank. The expert's rank sums the outputs for a row in the order in which the router chose the
-experts, best first. The token's rank sums over ranks in rank order. Both sums are in fp32 or wider, and the same in
-every run.
+experts, best first. The token's rank sums over ranks in rank order. Both sums are in fp32 or wider, and their results
+are the same in every run.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Norms over a whole sharded model: each rank sums over its parts, and one exchange adds the sums for all units.
+"""Norms over a whole sharded model: each rank sums over its parts, and one exchange adds the ranks' sums for all units.
 
     the unit's mesh                         holders of an element                    its share in a rank's sum
     --------------------------------------  ---------------------------------------  -------------------------

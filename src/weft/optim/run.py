@@ -193,10 +193,11 @@ class FlatRun:
 def runs_of(
     group: ParameterGroup, names: Mapping[int, str], decays: Callable[[str, nn.Parameter], bool]
 ) -> Iterator[tuple[bool, FlatRun]]:
-    """Yield `(decay, run)` for each run of `group`. The parameters of a run have the same `decay` and
-    tensor parallelism. `decay`: whether these parameters get weight decay.
+    """Yield `(decay, run)` for each run of `group`. The parameters of a run have the same `decay` and the same tensor
+    parallelism. `decay`: whether these parameters get weight decay.
 
-    `names`: id of a parameter -> its name in the model. `decays`: takes a name and a parameter, and returns `decay`.
+    `names`: maps the id of a parameter to its name in the model. `decays`: takes a name and a parameter, and returns
+    `decay`.
     """
 
     def kind(member: Member) -> tuple[bool, Any, bool]:

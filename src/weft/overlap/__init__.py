@@ -1,5 +1,4 @@
-"""Schedules that run the token exchange of one microbatch (for experts on other ranks) during the computation of
-another."""
+"""Schedules in which one microbatch exchanges tokens with experts on other ranks while another microbatch computes."""
 
 from weft.overlap.hidden import hidden_fraction
 from weft.overlap.layer import Crossing, StagedDepth, StagedLayer, StagedModel, StagedPredictor, run_stages

@@ -1,12 +1,12 @@
-"""Checks that ranks that communicate in a schedule call the schedule with the same arguments.
+"""Checks that all ranks that communicate in a schedule called it with the same arguments.
 
     ranks                          must have the same
     -----------------------------  -------------------------------------------------------------------------------
     the ranks of a pipeline        schedule, options, mode, number of microbatches, all entries of the microbatches
-    the ranks of a set of experts  schedule, options, mode, number of microbatches
+    the ranks that share experts   schedule, options, mode, number of microbatches
 
-A difference raises an error on every rank that would have waited for another rank. Without the check, messages of
-different sizes would be mixed, or the tokens of one batch would be trained with the labels of another.
+If the arguments differ, every rank that would have waited for another rank raises an error. Without the check, ranks
+could exchange messages of different sizes, or train on the tokens of one batch with the labels of another.
 """
 
 import weakref
@@ -61,8 +61,8 @@ def agree_on_schedule(
     """Raise CollectiveMismatch on all ranks that communicate in a schedule if they call it with different arguments.
 
     `what`: the schedule's name. `order`: all options that determine the order of exchanges. Returns True if this is the
-    model's first schedule, or if the compute dtypes have changed on any rank of the pipeline since the last one. The
-    dtypes of the messages between stages may then have changed too. Without a pipeline, returns False.
+    model's first schedule, or if the model's compute dtypes have changed on any rank of the pipeline since its previous
+    schedule. The dtypes of the messages between stages may then have changed too. Without a pipeline, returns False.
     """
     experts = _groups_of_experts(layers)
     if cut.group is None and not experts:
@@ -113,7 +113,7 @@ def _groups_of_experts(layers: Sequence[StagedLayer]) -> dict[dist.ProcessGroup,
 
 
 def _checksum(microbatches: Sequence[Microbatch]) -> int:
-    """Return a checksum of all tensors of the microbatches. The host waits for tensors on a device."""
+    """Return a checksum of all tensors of the microbatches. Tensors on a device are first copied to the host."""
     word = 0
     for each in microbatches:
         beside = [value for _, value in sorted(each.beside.items(), key=lambda item: item[0])]

@@ -21,7 +21,7 @@ _LAYER_MEMBERS = ("stages", "dispatcher", "attend", "experts", "finish", "expert
 
 def layers_of(model: Any) -> Sequence[StagedLayer]:
     """Return the layers of `model`. Raises TypeError or ValueError if the model does not follow `StagedModel`, if a
-    layer does not follow `StagedLayer`, or if a schedule would bypass hooks of a module or its compiled form."""
+    layer does not follow `StagedLayer`, or if a module whose `forward` a schedule skips has hooks or is compiled."""
     missing = _missing(model, ("embed", "staged_layers", "loss"))
     if missing:
         raise TypeError(
@@ -45,8 +45,8 @@ def _layers_in(model: Any) -> list[StagedLayer]:
 
 
 def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
-    """Return the layers of each prediction depth. The list is empty in evaluation mode, because depths run only in
-    training mode."""
+    """Return the layers of each depth of multi-token prediction. The list is empty in evaluation mode, because depths
+    run only in training mode."""
     depths = getattr(model, "depths", ())
     if not depths or not model.training:
         return []
@@ -65,8 +65,9 @@ def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
 
 
 def _missing(value: Any, members: Sequence[str]) -> str:
-    """Return the names of the members that `value` lacks. A member that only `__getattr__` returns is not missing. An
-    activation checkpoint's wrapper has such members; `isinstance` with a protocol ignores them from Python 3.12 on."""
+    """Return the names of the members that `value` lacks. A member that only `__getattr__` returns counts as present:
+    an activation checkpoint's wrapper has such members. From Python 3.12 on, `isinstance` with a protocol ignores them.
+    """
     return ", ".join(member for member in members if not hasattr(value, member))
 
 
@@ -95,8 +96,8 @@ def _check_layer(name: str, layer: Any) -> None:
 
 
 def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
-    """Raise ValueError if modules around the layers have hooks: a schedule does not call the `forward` of these
-    modules."""
+    """Raise ValueError if a layer, or a module that contains a layer or its experts, has hooks or is compiled. A
+    schedule does not call the `forward` of these modules."""
     experts = {module for layer in layers for module in layer.expert_modules()}
     inside = {*layers, *experts}
     for name, module in model.named_modules():
@@ -129,7 +130,7 @@ def require_taken(model: Any, layers: Sequence[StagedLayer], cut: Cut, microbatc
 
 
 def require_outputs(model: Any, microbatches: Sequence[Microbatch], depths: Sequence[Any], outputs: Any) -> None:
-    """Raise an error if `evaluate` cannot return these `outputs`."""
+    """Raise TypeError or ValueError if `evaluate` cannot return these `outputs`."""
     if outputs is None:
         return
     if outputs not in ("last", "all"):
@@ -153,7 +154,8 @@ _taken: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictio
 
 def checked_scales(loss_scale: Any, count: int) -> list[float]:
     """Return a loss scale for each of `count` microbatches. `loss_scale`: one number for all, or a sequence of `count`
-    numbers. Raises ValueError for another length or an infinite or NaN scale, TypeError if a scale is not a number."""
+    numbers. Raises ValueError if the sequence has another length or a scale is infinite or NaN, and TypeError if a
+    scale is not a number."""
     several = isinstance(loss_scale, Sequence)
     factors = list(loss_scale) if several else [loss_scale] * count
     if len(factors) != count:
@@ -188,7 +190,7 @@ def cut_of(model: Any, layers: Sequence[StagedLayer]) -> Cut:
 
 
 def table_of(schedule: Any, cut: Cut, microbatches: int) -> Table:
-    """Return the table for `schedule`, which is a `Table`, the name of a published one, or the path of a table's file.
+    """Return the table for `schedule`: a `Table`, the name of a published schedule, or the path of a file with a table.
 
     Raises TypeError if `schedule` is neither a `Table` nor a string, and ValueError if the table is invalid or does not
     fit `cut` or the number of microbatches.

@@ -187,7 +187,8 @@ class ChunkPass:
         self.loss = self._scored.take()
 
     def _scalar(self, loss: Any) -> Tensor:
-        """Return `loss` as a 0-D tensor. Raises TypeError unless it is one number that has a gradient or is 0."""
+        """Return `loss` as a 0-D tensor. Raises TypeError unless it is a tensor with one element. If gradients are
+        enabled, the loss must also require a gradient or be 0."""
         if isinstance(loss, Tensor) and loss.numel() == 1:
             if loss.requires_grad or not torch.is_grad_enabled() or not loss:
                 return loss if not loss.dim() else loss.reshape(())

@@ -1,4 +1,4 @@
-"""Expands a rank's entries of a schedule's table, such as a pair of a forward and a backward, into steps of layers."""
+"""Expands one rank's entries in a schedule's table, such as a pair of a forward and a backward, into layers' steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -73,7 +73,7 @@ def _beside_first(steps: Sequence[Step], owed: Sequence[Step]) -> int:
 
 
 def _last_weights(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps of a backward that compute weight gradients after its last exchange."""
+    """Return the steps that compute delayed weight gradients after the last data-gradient step of a layer."""
     data = (
         number
         for number, step in enumerate(steps)
@@ -84,8 +84,8 @@ def _last_weights(steps: Sequence[Step]) -> list[Step]:
 
 
 def weights_order(behind: Part) -> Iterator[Step]:
-    """Yield the steps of an entry W (gradients of weights): those that the backward of `behind` has delayed, in the
-    order of that backward."""
+    """Yield the steps of a W entry, which computes the weight gradients that the backward of `behind` has delayed. The
+    steps run in the order of that backward."""
     if behind.last:
         yield behind.behind(BACKWARD)._replace(slot="head.weights")
     for layer in reversed(behind.layers):

@@ -4,7 +4,7 @@
         forward_backward(model, microbatches)
     hidden_fraction(timeline.intervals())
 
-The timeline of a scheduled step has intervals on the lanes (queues of communication). It also has an interval "compute"
+The timeline of a scheduled step has intervals on the lanes (communication queues). It also has an interval "compute"
 for each compute step, and an interval "wait" for each time that the computation waited for communication, inside a step
 or between steps.
 """
@@ -22,7 +22,7 @@ def hidden_fraction(intervals: Iterable[Interval], lane: str = EXCHANGE) -> floa
     """Return the fraction (0 to 1) of the communication time on `lane` that was hidden by computation on this rank.
 
     Communication is hidden while the rank computes and does not wait for communication. `intervals`: the intervals of a
-    `weft.debug.timeline.Timeline`. `lane`: a queue of communication, such as "exchange" (rows of experts) or "stage"
+    `weft.debug.timeline.Timeline`. `lane`: a communication queue, such as "exchange" (rows of experts) or "stage"
     (messages between pipeline stages). Raises ValueError if nothing ran on `lane`.
     """
     intervals = list(intervals)

@@ -8,9 +8,10 @@
     combine    exchange   all-to-all back
     finish     compute    weighting, residual
 
-A row is the hidden state of a token, as it is sent to experts. The lane `exchange` is a queue of communication beside
-the computation. A layer's `forward` is `run_stages`, so a scheduled run and a plain run use the same code. Stages pass
-tensors to later stages in the `Crossing`. If a tensor bypasses the `Crossing`, the schedule raises an error.
+A row is the hidden state of a token, as it is sent to experts. The lane `exchange` is a communication queue that runs
+in parallel with the computation. A layer's `forward` calls `run_stages`, so a scheduled run and a plain run use the
+same code. Stages pass tensors to later stages in the `Crossing`. If a tensor bypasses the `Crossing`, the schedule
+raises an error.
 """
 
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ class StagedLayer(Protocol):
     def experts(self, rows: Tensor, handle: Any) -> Tensor:
         """Apply the experts to `rows`. Return as many rows, in the same order. `handle`: `Crossing.handle`.
 
-        `rows`: the rows that arrived; `Crossing.rows` in a layer without dispatcher. If `Crossing.handle` is a
+        `rows`: the rows that arrived; `Crossing.rows` in a layer without a dispatcher. If `Crossing.handle` is a
         `weft.moe.dispatch.Halves`, a schedule calls `experts` for each of its `parts`, with this part as `handle`.
         """
         ...
@@ -162,8 +163,8 @@ class StagedPredictor(Protocol):
 
 
 def beside_forward(module: nn.Module) -> str:
-    """Return "is compiled" or "has hooks" if calling the parts of `module`, and not `module` itself, would bypass its
-    compiled form or its hooks. Otherwise return ""."""
+    """Return "is compiled" or "has hooks" if `module` has a compiled form or hooks, which a caller of its parts would
+    bypass. Otherwise return ""."""
     if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
         return "is compiled"
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -4,8 +4,8 @@
                   +-> kept, for finish
                   +-> loss, for the model
 
-`~~>` is a transfer on the exchange lane (a queue of communication beside the computation). In a layer without
-dispatcher, `arrived` is `rows` and `returned` is `leaving`.
+`~~>` is a transfer on the exchange lane, a communication queue that runs in parallel with the computation. In a layer
+without a dispatcher, `arrived` is `rows` and `returned` is `leaving`.
 
 With `halves`, each half of the tokens has its own exchange, and the experts compute the first half while the second is
 in flight:
@@ -35,7 +35,8 @@ from weft.overlap.wgrad import DelayedWeights
 class LayerPass:
     """The steps of one layer in one microbatch. Call `run` once for each step.
 
-    - `hidden`: the input. The last forward step sets `output`. `attend` sets `loss`, if the layer has one.
+    - `hidden`: the layer's input. The last forward step sets the attribute `output`. If the layer has a loss, `attend`
+      sets the attribute `loss`.
     - `policy`: the casts of the layer's inputs and outputs.
     - `beside`: further arguments of `attend`.
     - `delay_wgrad`: compute the weight gradients of `attend` and of `experts` in separate steps.

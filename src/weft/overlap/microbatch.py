@@ -114,8 +114,8 @@ def taken_by(functions: Iterable[Callable[..., Any]], names: set[str]) -> set[st
 
 
 def taken(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names of the arguments of `function` that further entries can set: arguments that have a default
-    or are keyword-only, except `OWN`. If `function` has `**kwargs`, return None, which stands for all names."""
+    """Return the names of the arguments of `function` that further entries can set. These are the arguments that have a
+    default or are keyword-only, except `OWN`. If `function` has `**kwargs`, return None, which stands for all names."""
     return _taken(getattr(function, "__func__", function))
 
 

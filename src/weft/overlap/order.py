@@ -1,8 +1,8 @@
 """The order of a combined forward and backward, as tables.
 
 F is the forward of layer k of a chunk (the layers of one pipeline stage) in one microbatch. B is the backward of layer
-n-1-k of a chunk of n layers in another microbatch. Entries in the right column are issued first. They run on the
-exchange lane (a queue of communication) under the computation to their left.
+n-1-k of a chunk of n layers in another microbatch. An entry in the right column is issued before the entry to its left.
+It runs on the exchange lane, a communication queue, during the computation that follows.
 
     compute lane                     exchange lane
     -------------------------------  -------------
@@ -21,11 +21,11 @@ exchange lane (a queue of communication) under the computation to their left.
     F.leave (of a depth)
 
 B.combine is the backward of combine: it sends gradients to the experts. A is the layer whose backward ran just before
-B. The delayed weight gradients of A run under B.combine for two reasons. First, the last backward has no
-partner, and therefore no other work to run under B.combine. Second, in a pair, F.attend has just sent the sizes of
-F.dispatch, so the ranks exchange these sizes while the weight gradients are computed. On a device with streams, the
-host queues B.experts before it waits for the sizes, so that the device has work during the wait. The exchange lane
-waits for F.attend only, so B.experts and F.dispatch run at the same time.
+B. The delayed weight gradients of A run during B.combine for two reasons. First, the last backward has no partner, so
+no forward can run during its B.combine. Second, in a pair, F.attend has just sent the sizes of F.dispatch, and the
+ranks exchange these sizes while the weight gradients are computed. On a device with streams, the host queues B.experts
+before it waits for the sizes, so that the device has work during the wait. F.dispatch waits for F.attend only, so it
+runs at the same time as B.experts.
 
 The layers of prediction depths follow the layers of the last chunk. A depth has a step "enter" before its first layer
 and a step "leave" after its last. A chunk has one step before its layers and one step after them:
@@ -40,9 +40,9 @@ B.send is the backward of send: it receives gradients. Messages are sent as soon
 has separate entries for weight gradients, the weight gradients of the head (head.weights) and the backward of embed
 also run in these entries.
 
-A pair may also consist of two forwards or of two backwards. In such a pair, F and S are the first and the second
-microbatch. S runs half a layer behind F, so that one computes while the rows of the other are in flight. A is the
-previous layer of F in the steps marked "of F", and the previous layer of S in the other steps.
+A pair may also consist of two forwards or of two backwards. In such a pair, F is the first microbatch and S is the
+second. S runs half a layer behind F, so that one computes while the rows of the other are in flight. In the steps
+marked "of F", A is the previous layer of F. In the other steps, A is the previous layer of S.
 
     two forwards                    two backwards
     compute lane    exchange lane   compute lane                      exchange lane
@@ -124,7 +124,7 @@ class Part(NamedTuple):
         return Step(direction, self.microbatch, None, slot, lane, self.chunk)
 
 
-# (direction, slot) in issue order. A slot on the exchange lane runs under the compute slots that follow it.
+# (direction, slot) in issue order. A slot on the exchange lane runs during the compute slots that follow it.
 UNTIL_SENT = (
     (BACKWARD, "leave"),
     (BACKWARD, "finish"),
@@ -150,8 +150,8 @@ COMBINED = (
     (FORWARD, "finish"),
     (FORWARD, "leave"),
 )
-# B.attend runs before F.experts: the activations of B are freed earlier, but B.dispatch is less hidden. Only the weight
-# gradients of `attend` are then left to run under F.combine.
+# B.attend runs before F.experts: the activations of B are freed earlier, but less computation hides B.dispatch. Only
+# the weight gradients of `attend` are then left to run during F.combine.
 EARLY_RELEASE = (
     *UNTIL_SENT,
     *UNTIL_EXPERTS,

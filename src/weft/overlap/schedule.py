@@ -38,16 +38,16 @@ def forward_backward(
 ) -> list[Tensor]:
     """Run forward and backward of all microbatches. Return the unscaled loss of each, a detached scalar.
 
-    Each microbatch adds the gradients that `(loss_scale * model(tokens, labels)).backward()` would compute. They are
-    accumulated, and reduced if the model is sharded. Two microbatches run as a pair, such as the forward of one and the
-    backward of the previous one. While one exchanges tokens, the other computes (`weft.overlap.order` documents the
-    order).
+    Each microbatch adds the gradients that `(loss_scale * model(tokens, labels)).backward()` would compute. If the
+    model is sharded, the gradients are also reduced. A schedule can run two microbatches as a pair, such as the forward
+    of one and the backward of the previous one. While one of them exchanges tokens, the other computes
+    (`weft.overlap.order` documents the order).
 
     A model in pipeline stages (`weft.init_meshes(pp=...)`) runs on all ranks of its pipeline. Each rank calls this
     function with the same arguments and gets all losses.
 
     Args:
-        model: a `StagedModel`, such as `weft.models.HybridModel`. It is sharded as a whole or not at all.
+        model: a `StagedModel`, such as `weft.models.HybridModel`. Shard the whole model or no part of it.
         microbatches: tuples (tokens, labels), [batch, seq] int64 each, or dicts. A dict has "tokens", "labels" and
             further entries that parts of the model take by name, such as "documents" (see `weft.overlap.microbatch`).
             Shapes may differ between microbatches. All ranks must pass the same number of microbatches.
@@ -61,15 +61,15 @@ def forward_backward(
             separately, in forward and in backward. The experts compute one half while the other is in flight.
             This needs a model with `moe_rows_per="rank"`. The gradients of experts are summed in another order, which
             changes their rounding.
-        loss_scale: the factor of the gradients, such as 1 / len(microbatches), or a list with a factor for each
+        loss_scale: a factor for the gradients, such as 1 / len(microbatches), or a list with one factor for each
             microbatch, such as its share of the tokens.
         trace: a list that receives each step in issue order, a named tuple (direction, microbatch, layer, slot, lane,
             chunk). `layer` is a number among the layers of this rank, or None for steps before and after the layers of
             a chunk. The layers of prediction depths are numbered after the others.
 
     Raises:
-        TypeError: `model` or one of its layers is not a module or does not follow the protocol, or returns something
-            that it does not allow; a microbatch is neither a pair of tensors nor a dict with tensors as "tokens"
+        TypeError: `model` or one of its layers is not a module, does not follow its protocol, or returns a value that
+            the protocol does not allow; a microbatch is neither a pair of tensors nor a dict with tensors as "tokens"
             and "labels"; `schedule` is neither a name nor a table; or a factor of `loss_scale` is not a number.
         ValueError: there are no microbatches, or a microbatch has an entry that no part of the model takes; layers are
             inside an activation checkpoint; layers are sharded, but the model around them is not; a module has hooks or

@@ -178,7 +178,8 @@ class ModelUnits:
                 unit.calls.add(ref(self if unit in self.outside else graph, unit.calls.discard))
 
     def after(self, around: Around, graph: Any) -> None:
-        """Release the units `around.release`, and reduce gradients of `around.reduce`. `graph`: as in `before`."""
+        """Release the units in `around.release`, and reduce the gradients of those in `around.reduce`. `graph`: as in
+        `before`."""
         if self.engine is None:
             return
         for unit, hold in around.release:
@@ -197,9 +198,9 @@ class ModelUnits:
 
 
 def _hold(held: Sequence[Unit], mine: Sequence[Around]) -> None:
-    """Let the first step of `mine` acquire the units `held`. Let the last step release them, apart from steps that
-    compute delayed weight gradients. In a backward, reduce the units' gradients after the last step of all. `mine`: the
-    steps of one microbatch in one direction."""
+    """Let the first step of `mine` acquire the units `held`, and let the last step that does not compute delayed weight
+    gradients release them. In a backward, reduce the units' gradients after the last step of `mine`. `mine`: the steps
+    of one microbatch in one direction."""
     data = [each for each in mine if "." not in each.step.slot]
     backward = mine[0].step.direction == BACKWARD
     holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}", backward=backward)) for unit in held]

@@ -31,8 +31,8 @@ def format_entry(entry: Entry) -> str:
 
 
 def check_ranks(table: Table) -> None:
-    """Check each rank by its own entries. Raises TableError for the first entry that breaks a rule or is missing.
-    Raises ValueError for a number of ranks, chunks or microbatches below 1, and for an unknown placement."""
+    """Check the entries of each rank separately. Raises TableError for the first entry that breaks a rule or is
+    missing. Raises ValueError for a number of ranks, chunks or microbatches below 1, and for an unknown placement."""
     _check_shape(table)
     for rank, entries in enumerate(table.ranks):
         ledger = _Ledger(table)

@@ -11,7 +11,7 @@
     zbv           2        in a V       any                forwards; F, I, W of each chunk in turn; I; W
 
 The default number of chunks is in parentheses. In each table a chunk runs the microbatches in order, in forward
-and in backward. Gradients are therefore summed as in one process.
+and in backward. Gradients are therefore summed in the same order as in one process.
 """
 
 from collections import Counter, deque
@@ -48,7 +48,7 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of 1F1B with several chunks on each rank.
 
     A chunk is smaller than a rank's single stage in 1F1B, so the pipeline fills and drains faster. The idle time is
-    1F1B's, divided by the number of chunks.
+    that of 1F1B, divided by the number of chunks.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=0)
     return Table("interleaved", tuple(tuple(_apart(row)) for row in rows), chunks, microbatches)
@@ -58,7 +58,8 @@ def combined(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of `interleaved`, except that each rank's warm-up is one forward longer. Each later forward is
     paired with the backward that follows it.
 
-    With the shorter warm-up, each backward of the last rank would need the result of the forward in its own pair.
+    With the warm-up of `interleaved`, each backward of the last rank would need the result of the forward in its own
+    pair.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=1)
     return Table("combined", tuple(tuple(_paired(row)) for row in rows), chunks, microbatches)
@@ -76,7 +77,7 @@ def paired(ranks: int, chunks: int, microbatches: int) -> Table:
 
 
 def dualpipev(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return the table of DualPipeV: stages form a V, so a rank has two chunks. Forwards of one of them pair with
+    """Return the table of DualPipeV: stages form a V, so a rank has two chunks. Forwards of one chunk are paired with
     backwards of the other."""
     rows = [tuple(_dualpipev(ranks, rank, microbatches)) for rank in range(ranks)]
     return Table("dualpipev", tuple(rows), chunks, microbatches, V)
@@ -85,7 +86,7 @@ def dualpipev(ranks: int, chunks: int, microbatches: int) -> Table:
 def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of ZB-V: stages form a V, and weight gradients are computed when a rank would otherwise be idle.
 
-    If forwards, input gradients and weight gradients take equal time, transfers take none, and there are at least
+    If forwards, input gradients and weight gradients take equal time, transfers take no time, and there are at least
     2 * `ranks` - 1 microbatches, no rank is idle between its first and its last entry.
     """
     rows = [_zbv(ranks, rank, max(microbatches, 2 * ranks - 1)) for rank in range(ranks)]
@@ -120,9 +121,9 @@ def table(name: str, ranks: int | None = None, chunks: int | None = None, microb
     """Return the checked table of a published schedule, or of the file `name`.
 
     `ranks`, `chunks`, `microbatches`: the number of pipeline ranks, of stages on each rank, and of microbatches. A
-    published schedule needs `ranks` and `microbatches`, and has a default for `chunks`. For a file, they are optional;
-    those that you pass must equal the file's. Raises ValueError for an unknown name, and for numbers that the schedule
-    does not support.
+    published schedule needs `ranks` and `microbatches`, and has a default for `chunks`. For a file, all three are
+    optional, and each number that you pass must equal the file's. Raises ValueError for an unknown name, and for
+    numbers that the schedule does not support.
     """
     sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
     if name in SCHEDULES:
@@ -211,7 +212,7 @@ def _alike(row: Iterator[Entry]) -> Iterator[Entry]:
 
 
 class _Row:
-    """Builds the entries of one rank. Each kind and chunk counts its own microbatches."""
+    """Builds the entries of one rank. For each kind of action and chunk, each call takes the next microbatch."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []

@@ -1,4 +1,4 @@
-"""The cost of a table, by simulating all ranks.
+"""Computes the cost of a table by simulating all ranks.
 
     F0 F1 F2 F3 .  .  B0 ...     an entry starts when its rank is free and its inputs have arrived:
     .  F0 F1 F2 F3 B0 ...          F       the same microbatch's F of the previous stage
@@ -48,7 +48,8 @@ class Costs:
         return _at({"F": self.forward, "I": self.inputs, "W": self.weights}[kind], stage)
 
     def check(self, stages: int) -> None:
-        """Raise ValueError for times that are not possible."""
+        """Raise ValueError if a time is negative or not finite, or if a sequence of times does not have one time for
+        each of the `stages` stages."""
         for name, value in vars(self).items():
             times = value if isinstance(value, Sequence) else [value]
             if isinstance(value, Sequence) and len(value) != stages:

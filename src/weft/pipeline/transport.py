@@ -30,7 +30,7 @@ from weft.pipeline.placement import Cut
 
 FORWARD, BACKWARD = "forward", "backward"
 ENDS = -1
-"""The border between the last stage and the first, which exchanges gradients of shared parameters."""
+"""The border between the last stage and the first. The gradients of shared parameters are exchanged over it."""
 FAREWELL = timedelta(seconds=1)
 """How long to wait, after an exception in a schedule, for messages that are still in flight."""
 
@@ -103,7 +103,7 @@ class Channel:
     # --- receiver ---------------------------------------------------------------------------------------------------
 
     def foresee(self, keys: Iterable[Hashable]) -> None:
-        """Note the keys of the messages that will arrive, in order, so that their receives can be issued ahead."""
+        """Note the keys of the messages that will arrive, in order, so that their receives can be issued early."""
         self._coming.extend(keys)
         self._expect()
 
@@ -183,7 +183,7 @@ class Channel:
 
 
 class Transport:
-    """The channels between this rank's stages and the stages on other ranks. Border n: between stages n and n + 1."""
+    """The channels between this rank's stages and the stages on other ranks. Border n is between stages n and n + 1."""
 
     def __init__(self, cut: Cut, device: torch.device) -> None:
         """Create all channels. Collective: every rank of the pipeline calls it."""
@@ -218,7 +218,8 @@ class Transport:
             channel.finish()
 
     def swap(self, tensor: Tensor) -> Tensor:
-        """Exchange tensors of one shape between the ranks of the first and last stages. Return the other's tensor."""
+        """Exchange tensors of the same shape between the ranks of the first and the last stage. Return the other rank's
+        tensor."""
         ways = (FORWARD, BACKWARD) if self._is_first else (BACKWARD, FORWARD)
         out, into = (self._channels[ENDS, way] for way in ways)
         key = shapes = ((tuple(tensor.shape), tensor.dtype),)

@@ -13,7 +13,7 @@ from weft.quantize.recipe import Quantization
 
 
 def suits(recipe: Quantization, parameter: nn.Parameter, owners: Sequence[tuple[Any, str]]) -> bool:
-    """Return whether a parameter is quantized if the user passes no `quantize=`.
+    """Return whether a parameter is quantized by default, when `MixedPrecisionPolicy` has no `quantize`.
 
     The parameter must have two or three dimensions, and must be neither the weight of an `nn.Embedding` nor a bias of
     `GroupedExperts`. With `compute="scaled"`, every module that has the parameter must also support quantized weights,
@@ -32,7 +32,7 @@ def check_weight(
     device: torch.device,
 ) -> None:
     """Raise ValueError if the parameter `name` cannot be quantized with `recipe`. `shape`: the shape of the parameter
-    or, with tensor parallelism, of this rank's slice. `compute`: the compute dtype."""
+    or, with tensor parallelism, the shape of this rank's slice. `compute`: the compute dtype."""
     recipe.check(shape, f"parameter {name!r}")
     if parallel is not None and parallel.slices() > 1:
         _refuse_divided_blocks(recipe, shape, parallel, name)

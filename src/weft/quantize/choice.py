@@ -6,9 +6,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ExceptEnds:
-    """Selects the layers to quantize: all but the first `first` and the last `last`. Made by `except_ends`.
+    """Selects all layers except the first `first` and the last `last` for quantization. Made by `except_ends`.
 
-    Only `weft.models.shard` accepts it, because only that function knows the order of the layers.
+    Only `weft.models.shard` accepts an `ExceptEnds`, because only that function knows the order of the layers.
     """
 
     first: int
@@ -28,11 +28,10 @@ class ExceptEnds:
 
 
 def except_ends(first: int = 1, last: int = 1) -> ExceptEnds:
-    """Return a value for `MixedPrecisionPolicy(quantize=...)`: all layers but the first `first` and the last `last` are
-    quantized.
+    """Return a value for `MixedPrecisionPolicy(quantize=...)` that quantizes all but the first and the last layers.
 
-    Use it with `weft.models.shard`. Layers are counted over the whole model (all pipeline stages). Each symbol of the
-    layer pattern counts as a layer, even inside a group such as `[*-]`. The layers of prediction depths are counted
-    after all others.
+    `first`, `last`: the number of layers at the beginning and at the end of the model that are not quantized. Use this
+    function with `weft.models.shard`. Layers are counted over the whole model (all pipeline stages). Each symbol of the
+    layer pattern counts as a layer, even inside a group such as `[*-]`. The layers of prediction depths come last.
     """
     return ExceptEnds(first, last)

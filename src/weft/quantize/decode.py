@@ -1,15 +1,18 @@
 """Dequantizes: computes values from payload and scales.
 
+On CPU, the bits of a code are shifted into the exponent and the mantissa of an fp32 number. The product of this number
+and a power of two, which corrects the exponent bias, is the value of the code:
+
     code, sign extended   --shift-->   fp32 with the code's bits   --* power of two-->   its value   --* scale-->   y
 
 format  code            its bits in the fp32         the fp32 value is too small by a factor of
 e4m3    s eeee mmm      bits 26..20, sign in 31      2 ** 120
 e2m1    s ee m ....     bits 24..22, sign in 31      2 ** 126
 
-On CPU, torch converts float8 one element at a time, which takes ten times as long as these integer operations. They run
-in chunks that fit the cache, so that temporary memory does not grow with the weight. Other devices use torch's
-conversion. The CPU also uses torch's conversion if a payload has a NaN, because the integer operations would turn the
-NaN into a number.
+On CPU, torch converts float8 one element at a time, which takes ten times as long as these integer operations. The
+integer operations run in chunks that fit the cache, so that temporary memory does not grow with the weight. Devices
+other than the CPU use torch's conversion. The CPU uses it only if a payload has a NaN, because the integer operations
+would turn the NaN into a number.
 """
 
 from typing import Any
@@ -34,10 +37,10 @@ def dequantize(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the values of `payload`: each code times its scale, computed in fp32 and cast to `dtype`. `payload`,
-    `scales`: as `quantize` returns them.
+    """Return the values of `payload`: each code times its scale, computed in fp32 and cast to `dtype`.
 
-    `out`: a contiguous tensor with the shape of the values. It is filled and returned, and `dtype` is ignored.
+    `payload`, `scales`: the results of `quantize`. `out`: a contiguous tensor with the shape of the values. If given,
+    `out` is filled and returned, and `dtype` is ignored.
     """
     shape = (*payload.shape[:-1], payload.shape[-1] * 2) if recipe.kind == "nvfp4" else payload.shape
     if out is None:
@@ -83,7 +86,7 @@ def packed_e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 
 def wide(scales: Any, recipe: Quantization) -> torch.Tensor:
-    """Return the fp32 factor of each block."""
+    """Return the scale of each block in fp32, computed from `scales`, a result of `quantize`."""
     if recipe.kind == "mx":
         return scales.view(torch.float8_e8m0fnu).float()
     if recipe.kind == "nvfp4":

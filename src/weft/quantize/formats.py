@@ -1,6 +1,6 @@
 """Quantizes values: computes their payload and scales.
 
-    x  --via-->  x  --/ scale, clamp, round to nearest even-->  payload        y = payload * scale, in fp32
+    x  --cast to `via`-->  x  --/ scale, clamp, round to nearest even-->  payload     y = payload * scale, in fp32
 
 A scale is computed from the largest finite magnitude of its block. Infinities saturate. NaNs remain NaNs in the
 payload, except for nvfp4: its codes have no NaN, so the scale of the block becomes NaN. On CPU, values are quantized in
@@ -116,8 +116,8 @@ def _quantize_at_once(
 
 
 def largest_of(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """Return the largest finite magnitude in `tensor`, as an fp32 `[]` tensor; 0 if there is none. If `recipe.via` is
-    set, `tensor` is first cast to that dtype."""
+    """Return the largest finite magnitude in `tensor`, as an fp32 `[]` tensor, or 0 if `tensor` has no finite element.
+    If `recipe.via` is set, `tensor` is first cast to that dtype."""
     if not tensor.numel():
         return torch.zeros((), dtype=torch.float32, device=tensor.device)
     parts = tensor.reshape(-1).split(CHUNK if tensor.device.type == "cpu" else tensor.numel())
@@ -125,8 +125,10 @@ def largest_of(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
 
 
 def wide_scales(largest: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """Return the fp32 scales of a recipe other than mx. `largest`: for each scale, the largest magnitude in its block
-    or, for nvfp4, in its matrix."""
+    """Return the fp32 scales of a recipe other than mx, in the shape of `largest`; for nvfp4, the scales of matrices.
+
+    `largest`: for each scale, the largest finite magnitude in the block or, for nvfp4, in the matrix.
+    """
     scales = largest.clamp(min=SMALLEST) / (E4M3_MAX * E2M1_MAX if recipe.kind == "nvfp4" else E4M3_MAX)
     return _rounded_up(scales) if recipe.pow2 else scales
 

@@ -1,17 +1,17 @@
 """Quantized weights: one byte or half a byte per element, and the scales of the blocks.
 
-    bytes of a shard, as kept and as sent:       | payload, in the order of the layout | scales of the shard's blocks |
+    bytes of a shard, in memory and as sent:       | payload, in layout order | scales of the shard's blocks |
     on all ranks, for recipes with one scale per matrix:   maxima of the matrices
 
-Shard borders are block borders, so each rank quantizes its shard without communication. Recipes with one scale per
-matrix need the maximum of the whole matrix: once per step, `weft.fsdp.runtime.freshness` reduces the shards' maxima
+No block crosses the border of a shard, so each rank quantizes its shard without communication. Recipes with one scale
+per matrix need the maximum of the whole matrix: once per step, `weft.fsdp.runtime.freshness` reduces the shards' maxima
 over the ranks. One message carries payload and scales. Each piece of a shard (its part of one tensor) is dequantized
 directly from the received bytes into the full weights.
 
-With mx and `compute="scaled"`, weights have two copies. Both are made from the same main weights at the same time, and
-gathered one at a time. Copy 0 has blocks along the dimension over which forward products sum; copy 1 has blocks along
-the dimension over which backward products sum. Both have the same number of bytes per shard. Shard borders at multiples
-of 32 rows do not divide blocks of either copy.
+With mx and `compute="scaled"`, weights have two copies. Both copies are made from the same main weights at the same
+time. Forward gathers copy 0, with blocks along the dimension over which forward products sum. Backward gathers copy 1,
+with blocks along the dimension over which backward products sum. Both copies have the same number of bytes per shard.
+Shard borders at multiples of 32 rows do not divide blocks of either copy.
 """
 
 import dataclasses
@@ -35,8 +35,9 @@ _ALIGNMENT = 16  # the size of a shard is a multiple of this many bytes
 
 
 class _Piece(NamedTuple):
-    """The part of tensor `number` that is in one shard; with one scale per matrix, only the part of matrix `matrix`.
-    `place`: the offset of its elements in the layout. `scales_at`: the offset of its scales in the shard's bytes."""
+    """The part of tensor `number` that is in one shard. With one scale per matrix, the part of matrix `matrix` of this
+    tensor. `place`: the offset of the piece's elements in the layout. `scales_at`: the offset of the piece's scales in
+    the shard's bytes."""
 
     number: int
     matrix: int
@@ -47,8 +48,8 @@ class _Piece(NamedTuple):
 
 
 class Narrow:
-    """The format of quantized weights: payload and scales are gathered. Both are kept beside the main weights, and are
-    made from the main weights once per step."""
+    """Quantized model weights: payload and scales. They are made from the main weights once per step, kept beside the
+    main weights, and gathered in place of unquantized weights."""
 
     refreshes = True
     staging: Transient | None = None
@@ -66,7 +67,7 @@ class Narrow:
         self.copies = self._recipe.copies
         self._payload_bytes = plan.layout.shard_numel // self._recipe.values_per_byte
         self._matrices = [0, *accumulate(math.prod(each.shape[:-2]) for each in self._extents)]
-        """The index in `maxima` of the first matrix of each tensor, and the number of all matrices."""
+        """For each tensor, the index in `maxima` of its first matrix. The last entry is the number of all matrices."""
         self.maxima: torch.Tensor | None = None
         """For recipes with one scale per matrix: the largest magnitude of each matrix."""
         if self._recipe.shares_maximum:
@@ -92,8 +93,8 @@ class Narrow:
         self._come: torch.Tensor | None = None  # the gathered bytes of all shards, which `open` reads
 
     def _recipe_of(self, number: int, copy: int) -> Quantization:
-        """Return the recipe of copy number `copy` of tensor `number`. Matrices of stacks are [in, out], so that forward
-        sums over rows."""
+        """Return the recipe of copy number `copy` of tensor `number`. The matrices of stacks are [in, out], so that
+        forward products sum over rows."""
         if self.copies == 1:
             return self._recipe
         return self._recipe.along(-2 if (len(self._extents[number].shape) == 3) != bool(copy) else -1)
@@ -104,13 +105,13 @@ class Narrow:
         return None if source.dtype == self.dtype else functools.partial(self.fill, own, source, copy)
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
-        """Return the memory into which the payload is gathered."""
+        """Return the memory into which payload and scales are gathered."""
         self._come = pool.take(self.staging) if self.staging is not None else source
         return self._come
 
     def open(self, full: torch.Tensor, copy: int) -> None:
-        """Fill `full`, the full weights, from the gathered bytes of copy number `copy`, and free these bytes. With
-        `compute="scaled"` the full weights stay quantized; otherwise they are dequantized."""
+        """Fill `full`, the full weights, from the gathered bytes of copy number `copy`, and free these bytes. The full
+        weights are dequantized, except with `compute="scaled"`, where they stay quantized."""
         come, self._come = self._come, None
         if come is None:
             return
@@ -166,7 +167,7 @@ class Narrow:
         return (numel // shape[-1], shape[-1])
 
     def _pieces(self, shard: int) -> Iterator[_Piece]:
-        """Yield the pieces of a shard; with one scale per matrix, each piece is of one matrix."""
+        """Yield the pieces of a shard. With one scale per matrix, each piece belongs to one matrix."""
         scales_at = self._payload_bytes
         for number, (extent, cuts) in enumerate(zip(self._extents, self._cuts)):
             start, stop = cuts[shard], cuts[shard + 1]
@@ -254,8 +255,8 @@ class Narrow:
         `backward`, in backward.
 
         `full`: full weights that stay quantized, made from copy number `copy`. `codes`: the tensor's payload in `full`.
-        With `keep_transpose`, if the product sums over the tensor's rows, the payload returned is a view of the
-        transposed codes in the shape of `codes`.
+        With `keep_transpose`, if the product sums over the tensor's rows, the returned payload is a view of the
+        transposed codes, in the shape of `codes`.
         """
         recipe, shape, begin = self._recipe_of(number, copy), tuple(codes.shape), self._scales_at[number]
         if recipe.keep_transpose and (codes.dim() == 3) != backward:

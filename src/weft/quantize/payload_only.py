@@ -1,19 +1,24 @@
-"""Quantized parameters that are frozen when they are sharded: between uses, only the payload is kept, without the main
-weights (the sharded weights that the payload is made from).
+"""Quantized parameters that are frozen when they are sharded: between uses, only the payload is kept. The main weights
+(the sharded weights from which the payload is made) are freed.
 
-    event                                      main weights
-    -----------------------------------------  ------------------------------------------------------------------------
-    the payload has been made from them        are freed, unless other code holds a tensor in their memory
-    they are read or written: by an operator,  are restored: the payload's values, dequantized to the parameter's dtype
-      `to_local()`, a state dict, a checkpoint
-    a pass begins, nothing was written         are freed again; the payload is unchanged
-    the first pass begins, some rank has       the payload is made from them on all ranks, and they are freed
-      written, as loading does
-    a later pass begins, some rank has         are restored and kept, on all ranks: small writes, such as a moving
-      written or unfrozen a weight             average's, would be lost in the payload
+    event                                         what happens to the main weights
+    --------------------------------------------  ---------------------------------------------------------------------
+    the payload was made from the main weights    they are freed, unless other code holds a tensor in their memory
+    main weights are read or written (by an       they are restored: the payload is dequantized to the dtype of the
+      operator, `to_local()`, a state dict or a     parameter
+      checkpoint)
+    a pass begins, and no rank has written to     they are freed again; the payload does not change
+      the main weights
+    the first pass begins, and some rank has      the payload is made from them on all ranks, and they are freed
+      written to them, for example to load them
+    a later pass begins, and some rank has        they are restored and kept on all ranks, because the payload would
+      written to them                               lose small writes, such as those of a moving average
+    a pass begins, and some rank has unfrozen     they are restored and kept on all ranks
+      a parameter
 
-A payload that is not written to never changes. Quantizing its values gives the same payload again, with few exceptions
-for `nvfp4`. Therefore state dicts hold dequantized values, and are independent of the format.
+The payload changes only if the main weights are written. Quantizing the restored main weights gives the same payload
+again, with few exceptions for `nvfp4`. State dicts can therefore hold dequantized values, which do not depend on the
+format.
 """
 
 import sys
@@ -32,9 +37,10 @@ from weft.weak import alive
 
 
 class PayloadOnly(FlatBuffer):
-    """Main weights that can be freed: when `local` is read, they are restored from the payload."""
+    """Main weights that can be freed. Reading `local` restores them from the payload."""
 
-    # A rank's messages to the others. WRITTEN: weights were written to. NEEDED: weights must be kept from now on.
+    # A rank's messages to the other ranks. WRITTEN: the main weights were written to. NEEDED: the main weights must be
+    # kept from now on.
     WRITTEN, NEEDED = 1, 2
 
     def __init__(

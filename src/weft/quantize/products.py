@@ -29,7 +29,7 @@ def beside(recipe: Quantization, dim: int, *, by_row: bool = False) -> Quantizat
 
     `dim`: the dimension of the weight over which the product sums. Return None if a rowwise, mx or nvfp4 weight has
     blocks of one element along `dim`: the other operand is then not quantized. `by_row`: with a tensorwise weight,
-    give each row of the other operand its own scale. A row of the product then does not depend on other rows.
+    whether each row of the other operand has its own scale, so that a row of the product does not depend on other rows.
     """
     if recipe.kind == "tensorwise":
         return rowwise(pow2=recipe.pow2) if by_row else dataclasses.replace(recipe, via=None)
@@ -50,10 +50,9 @@ def scaled_product(
 ) -> torch.Tensor:
     """Return `x @ weight.T` for `dim` -1, or `x @ weight` for `dim` -2, in the dtype of `x`.
 
-    `x`: `[rows, K]`, where K is the size of dimension `dim` of the weight. `payload`, `scales`: the payload and the
-    scales of the weight, as `quantize` returns them. `offsets`: for a stack of matrices, the index after each matrix's
-    last row of `x`. Matrix i multiplies the rows `x[offsets[i - 1] : offsets[i]]`, and matrix 0 the rows before
-    `offsets[0]`.
+    `x`: `[rows, K]`, where K is the size of dimension `dim` of the weight. `payload`, `scales`: the weight's payload
+    and scales, from `quantize`. `offsets`: for a stack of matrices, the row of `x` at which the rows of each matrix
+    end. Matrix i multiplies the rows `x[offsets[i - 1] : offsets[i]]`, and matrix 0 the rows `x[: offsets[0]]`.
     """
     other = beside(recipe, dim, by_row=offsets is not None)
     if x.is_cuda and other is not None:
@@ -87,8 +86,8 @@ def by_kernel(
 def missing_product(
     recipe: Quantization, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why a weight of this shape and `recipe` cannot have `compute="scaled"`, or None if it can. `dtype`: the
-    compute dtype."""
+    """Return the reason why a weight of this shape and `recipe` cannot have `compute="scaled"`, or None if the weight
+    can. `dtype`: the compute dtype."""
     if dtype.itemsize > 4:
         return f"products of quantized operands accumulate in fp32, which is narrower than {dtype}"
     if len(shape) == 3 and recipe.kind in ("rowwise", "nvfp4"):

@@ -30,16 +30,16 @@ _VIA = (torch.float32, torch.bfloat16, torch.float16)
 class Quantization:
     """A recipe: the format and the scales of a quantized weight.
 
-    Made by `tensorwise`, `rowwise`, `blockwise`, `mx` or `nvfp4`. `kind` is the name of that function.
+    Call `tensorwise`, `rowwise`, `blockwise`, `mx` or `nvfp4` to create a recipe. `kind` is the name of this function.
 
-    - `block`: how many rows and how many columns share a scale. 0: all of them.
+    - `block`: the number of rows and the number of columns that share a scale. 0: all rows or all columns.
     - `pow2`: whether fp32 scales are rounded up to powers of two.
-    - `via`: the dtype to which weights are cast before they are quantized. None: the compute dtype. If that is fp64, or
-      if you call `weft.quantize.quantize` yourself, None means no cast.
+    - `via`: the dtype to which weights are cast before they are quantized. None: the compute dtype. If the compute
+      dtype is fp64, or if you call `weft.quantize.quantize` yourself, None means no cast.
     - `compute`: with "dequantize", products use the weight in the compute dtype. With "scaled", linear layers and
       experts multiply quantized operands (`weft.quantize.products`).
-    - `keep_transpose`: whether gathered weights also store a transposed copy of the payload. The copy takes one more
-      byte per element. Products that need a transposed payload then read the copy and transpose nothing. Valid only for
+    - `keep_transpose`: whether gathered weights also have a transposed copy of the payload, one more byte per element.
+      Products that need a transposed payload then read this copy, and no product transposes the payload. Valid only for
       tensorwise and blockwise recipes with `compute="scaled"`.
 
     Raises ValueError for values that are invalid or not supported together.
@@ -83,8 +83,8 @@ class Quantization:
 
     @property
     def copies(self) -> int:
-        """The number of quantized copies of a weight: 2 for mx with `compute="scaled"`, where forward and backward need
-        different copies; otherwise 1."""
+        """The number of quantized copies of a weight. It is 2 for mx with `compute="scaled"`, because forward and
+        backward need different copies, and otherwise 1."""
         return 2 if self.kind == "mx" and self.is_scaled else 1
 
     def along(self, dim: int) -> "Quantization":
@@ -110,8 +110,8 @@ class Quantization:
         return 1 if self.kind in ("mx", "nvfp4") else 4
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the blocks' scales for a tensor of shape `shape`. For nvfp4, it is the shape of the e4m3
-        scales; the matrices' fp32 scales are not included."""
+        """Return the shape of the scales of a tensor of shape `shape`. For nvfp4, this is the shape of the e4m3 scales,
+        without the fp32 scales of matrices."""
         rows, columns = self.block
         *stack, height, width = shape if len(shape) > 1 else (1, *shape)
         if self.kind == "tensorwise":
@@ -121,8 +121,8 @@ class Quantization:
         return (*stack, math.ceil(height / rows), math.ceil(width / columns))
 
     def cut_between(self, shape: Sequence[int]) -> int:
-        """Return a number n: no block is divided if a tensor of this shape is cut only at multiples of n elements. For
-        tensorwise, n is 1, because ranks may have parts of a matrix (`shares_maximum`)."""
+        """Return the number n such that a cut of a tensor of this shape at a multiple of n elements divides no block.
+        For tensorwise, n is 1, because ranks may have parts of a matrix (see `shares_maximum`)."""
         if self.kind == "tensorwise" or not all(shape):
             return 1
         rows = self.block[0] if self.copies == 1 else max(self.block)

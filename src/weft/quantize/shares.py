@@ -10,8 +10,8 @@ from weft.quantize.recipe import Quantization
 
 
 class Shares(NamedTuple):
-    """Two fractions of all elements, from 0 to 1. `saturated`: the elements that were clamped to the format's largest
-    magnitude. `underflowed`: the nonzero elements that became zero."""
+    """Two fractions of the elements of quantized weights, from 0 to 1. `saturated`: the elements that were clamped to
+    the format's largest magnitude. `underflowed`: the nonzero elements that became zero."""
 
     saturated: float
     underflowed: float
@@ -29,7 +29,8 @@ def count_losses(
     codes, scales = quantize(tensor, recipe, largest=largest)
     found = dequantize(codes, scales, recipe)
     largest_value, next_value = (E2M1_MAX, 8.0) if recipe.kind == "nvfp4" else (E4M3_MAX, 480.0)
-    # A value that exceeds the largest magnitude by less than half a step is rounded to it. This is not saturation.
+    # A value that exceeds the largest magnitude by less than half a step is rounded to the largest magnitude. Rounding
+    # is not saturation.
     reduced = values.abs() > found.abs() * ((largest_value + next_value) / 2 / largest_value)
     at_the_end = torch.stack([codes & 7, codes >> 4 & 7], -1).flatten(-2) == 7 if recipe.kind == "nvfp4" else None
     at_the_end = (codes & 0x7F) == 0x7E if at_the_end is None else at_the_end

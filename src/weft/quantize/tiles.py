@@ -1,4 +1,4 @@
-"""Reshapes matrices to tiles, the blocks that share a scale, and back."""
+"""Divides matrices into tiles (the blocks whose elements share a scale), and joins tiles to matrices."""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
 """Measures the activation memory of a step, on any device.
 
-When an operation allocates memory, that memory counts until nothing refers to it anymore. Memory that is still in use
-at the end of the step, such as gradients and buffers, is not an activation and does not count.
+Memory that an operation allocates counts until nothing refers to it anymore. Memory that is still in use at the end of
+the step, such as gradients and buffers, is not an activation and does not count.
 """
 
 import weakref
@@ -24,7 +24,7 @@ class Activations(TorchDispatchMode):
         self.peak = 0
         """The peak in bytes; known after the block."""
         self._changes: list[tuple[int, int]] = []
-        """Pairs in order of time: the number of a storage, and the bytes allocated (positive) or freed (negative)."""
+        """(number of the storage, bytes allocated (positive) or freed (negative)), in order of time."""
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._made = 0
 

@@ -3,8 +3,8 @@
     [section]          ->  TrainConfig.section
     name = value           .name
 
-Every field has a default, so a configuration lists only the values that differ from it. Nothing is ignored: an unknown
-name, a value of the wrong type and a value out of its range each raise `ConfigError`.
+Every field has a default, so a configuration lists only the values that differ from the defaults. Nothing is ignored:
+an unknown name, a value of the wrong type and a value out of range each raise `ConfigError`.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ class TrainConfig:
 
     @property
     def hybrid(self) -> HybridConfig:
-        """The section `model`, which must describe a HybridModel, not your own model (model.factory)."""
+        """The section `model`. It must describe a HybridModel by a pattern, not your own model (model.factory)."""
         assert isinstance(self.model, HybridConfig)
         return self.model
 
@@ -125,8 +125,8 @@ class TrainConfig:
 
     @property
     def _own_chunks(self) -> int:
-        """The number of pipeline stages on each rank, if `sharding.chunks` or the segments of the pattern determine it.
-        0 if the schedule's default determines it."""
+        """The number of pipeline stages on each rank according to `sharding.chunks` or, if that is unset, the segments
+        of the pattern. 0 if neither determines the number, so that the schedule's default applies."""
         segments = len(self.hybrid.parsed.segments)
         return self.sharding.chunks or (max(1, segments // self.sharding.pp) if segments > 1 else 0)
 

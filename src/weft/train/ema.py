@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 class WeightAverage:
-    """Exponential moving averages of all trainable weights. At first, they are equal to the weights.
+    """Exponential moving averages of all trainable weights. Each average starts at the value of its weight.
 
     Each call of `after_step` sets average = decay x average + (1 - decay) x weight.
     """

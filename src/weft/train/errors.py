@@ -11,8 +11,8 @@ _OURS = {"weft", "torch", "numpy", *sys.stdlib_module_names}
 def is_refusal(error: Exception) -> bool:
     """Return whether `error` rejects user input, so that its message is enough and no traceback is needed.
 
-    `error` does so if it is a ConfigError, or a ValueError that passed only through weft, torch, NumPy and the standard
-    library. A ValueError that passed through other code, such as `model.factory`, is a bug in that code.
+    Returns True for a ConfigError, and for a ValueError whose traceback has only frames of weft, torch, NumPy and the
+    standard library. A ValueError that passed through other code, such as `model.factory`, is a bug in that code.
     """
     if isinstance(error, ConfigError):
         return True

@@ -46,7 +46,7 @@ _WITH_EFFECT = (
 def move(microbatch: Any, device: torch.device) -> Any:
     """Return the microbatch, which may be any nested structure, with its tensors on the device.
 
-    A mapping or tuple with a method `to`, such as a batch of a tokenizer or a packed sequence, is moved by its `to`.
+    A mapping or tuple with a method `to`, such as a tokenizer's batch or a packed sequence, is moved by this method.
     """
     return tree_map(partial(_moved, device=device), microbatch, is_leaf=_moves_itself)
 

@@ -53,10 +53,10 @@ from weft.train.task.task import Task
 
 
 class Trainer:
-    """One rank's part of a run. Needs the default process group.
+    """The training loop of one rank. Needs an initialized default process group.
 
     The constructor checks the whole configuration, and raises ValueError if it is wrong. If the run resumes, the
-    constructor loads its checkpoint. The method `run` then trains.
+    constructor also loads the checkpoint. The method `run` then trains.
 
     - `task`: model, data and loss. Default: the task of the configuration.
     - `optimizer`: a function that takes the sharded model and returns its optimizer. Default: the optimizer of the
@@ -109,10 +109,10 @@ class Trainer:
         check_loggers(config.run.loggers)
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
-        # From here on ranks draw different random numbers. The initial weights above must be the same on all ranks.
+        # From here on, each rank draws its own random numbers. The initial weights above are the same on all ranks.
         seed_all(config.train.seed, self.rank)
 
-        self._tell = self.say  # replaced by the progress line's own printer below
+        self._tell = self.say  # replaced below, when the progress display exists
         self.saves = Saves(config.checkpoint, run.checkpoints, memory, state=self.state, say=self._note)
         try:
             if run.step is None and config.run.weights:
@@ -182,9 +182,10 @@ class Trainer:
     def run(self) -> bool:
         """Train until the run is complete, or until any rank is asked to stop. All ranks then stop after the same step.
 
-        Returns whether the run is complete: at its last step, or ended by `train.stop_after`. Complete or not, the step
-        that it reached is in a committed checkpoint. Raises RuntimeError if the loss or the gradient norm is not finite
-        in a step that is not skipped as a spike. Raises Interrupted if a rank is asked to stop before the first step.
+        Returns whether the run is complete: at its last step, or ended by `train.stop_after`. Whether complete or not,
+        the last step that ran is in a committed checkpoint. Raises RuntimeError if the loss or the gradient norm is not
+        finite in a step that is not skipped as a spike. Raises Interrupted if a rank is asked to stop before the first
+        step.
         """
         try:
             return self._run()
@@ -312,7 +313,8 @@ class Trainer:
         if self.average and not skipped:
             self.average.after_step()
 
-        # One small all-reduce per step carries all values that ranks must agree on; another carries your own numbers.
+        # One small all-reduce per step carries all values that ranks must agree on. If your loss returns numbers, a
+        # second all-reduce carries these.
         mean = losses.double().mean() / self.ranks
         parts = self.ranks // self.config.sharding.pp  # ranks per stage: only one stage has a given router or depth
         router_mean = router_losses.double() / (len(microbatches) * parts)
@@ -355,7 +357,7 @@ class Trainer:
         Collective."""
         found = weft.find_nonfinite(self.model)
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-        with suppress(CheckpointError):  # of a save that is still being written: it does not count
+        with suppress(CheckpointError):  # if the running save fails, an earlier checkpoint is the latest
             self.saves.checkpoints.wait()
         saved, clips = self.saves.checkpoints.latest() or 0, self.config.train.gradient_clip
         return RuntimeError(

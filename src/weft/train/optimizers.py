@@ -2,7 +2,7 @@
 
     name                      updates
     a class of torch.optim    every parameter; with `flat`, they are joined in a few flat tensors
-    "Muon"                    matrices of layers, each whole on one rank; AdamW updates the others
+    "Muon"                    matrices of layers, each whole on one rank; AdamW updates the other parameters
     "package.module:Class"    every parameter
 
 Weight decay applies to matrices only, not to norms and biases.
@@ -114,7 +114,7 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
 
 
 def _refuse_closures(what: str, cls: type[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError for an optimizer that computes losses itself, such as LBFGS."""
+    """Raise ConfigError for an optimizer whose `step` needs a closure that recomputes the loss, such as LBFGS."""
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
@@ -171,7 +171,7 @@ def _muon_and_adamw(model: nn.Module, config: OptimizerConfig) -> Joined:
             f'optimizer.name = "Muon": optimizer.adamw_for = {show(list(config.adamw_for))} leaves no matrix for it; '
             "remove patterns there, or choose AdamW"
         )
-    # With this adjustment the same learning rate suits both optimizers.
+    # "match_rms_adamw" scales Muon's updates, so that one learning rate suits both optimizers.
     options = {"lr": config.lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
     first = _made(torch.optim.Muon, [{"params": muon}], options | _known_options(torch.optim.Muon, config))
     if not rest and not in_stages:
@@ -258,7 +258,7 @@ def _made(cls: Any, parameters: Any, options: dict[str, Any]) -> torch.optim.Opt
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of optimizer state on this rank."""
+    """Return the size of the optimizer state on this rank, in bytes."""
     values = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [value.to_local() if isinstance(value, DTensor) else value for value in values if torch.is_tensor(value)]
     return sum(tensor.nbytes for tensor in tensors)

@@ -14,8 +14,8 @@ from weft.train.errors import ConfigError
 from weft.train.record.names import is_own
 
 _MARK_BITS = 16
-"""The number of bits of a mark, which is a hash value of names. It is small, so that the sum of squared
-marks over all ranks is exact in fp64."""
+"""The number of bits of a mark, which is a hash value of names. Marks are small, so that the sum of their squares over
+all ranks is exact in fp64."""
 
 
 class OwnNumbers:
@@ -49,14 +49,14 @@ class OwnNumbers:
         return [float(mark) for part in parts for mark in (part, part * part)]
 
     def means(self, marks: Sequence[float]) -> dict[str, float]:
-        """Return the mean of each number, by name, over all ranks' microbatches that have it. Collective.
+        """Return the mean of each number, by name, over the microbatches of all ranks that have the number. Collective.
 
         `marks`: the sums over ranks of `self.marks()`. Raises ConfigError on all ranks if the names differ between
         ranks.
         """
         ranks, names = dist.get_world_size(), sorted(self._totals)
         sums = [int(mark) for mark in marks]
-        # Values are equal on all ranks if and only if the mean of their squares is the square of their mean.
+        # A mark is the same on all ranks if and only if the mean of its squares is the square of its mean.
         if any(ranks * squares != total * total for total, squares in zip(sums[::2], sums[1::2])):
             raise _differ(names)
         if not names:

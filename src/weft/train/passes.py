@@ -45,15 +45,15 @@ class Passes:
         self.table = config.table(dist.get_world_size()) if config.sharding.pp > 1 else None
         """The pipeline schedule of a step; None without stages."""
         self._are_counted = not counts
-        """Whether nothing is left to count: operations have been counted, or are not wanted."""
+        """Whether the measured step is over, or no step is to be measured."""
         self.operations: Operations | None = None
         """The number of operations of this rank in a step; None until they are counted."""
         self.activations: Activations | None = None
         """The activation memory of a step on this rank; None until it is measured."""
         self.timeline: Timeline | None = None
-        """The timeline of the run's last step, with overlap or a pipeline."""
+        """The timeline of the run's last step; None before that step, and without overlap or a pipeline."""
         self.computed: list[float] = []
-        """The seconds that each rank of the world spent computing in the last step."""
+        """The seconds that each rank of the world spent computing in the step of the timeline; empty without one."""
         self.own_numbers = OwnNumbers(device)
         """The named scalars of the last step's losses."""
 
@@ -67,15 +67,16 @@ class Passes:
         return self._counted(step, microbatches)
 
     def depth_losses(self) -> torch.Tensor:
-        """Return each depth's multi-token prediction loss, summed over microbatches; 0 on stages before the last."""
+        """Return the loss of each multi-token prediction depth, summed over microbatches, [depths]. The losses are 0 on
+        pipeline stages before the last."""
         losses = prediction_losses(self._task.model)
         if self.table is not None and not losses.numel():
             return torch.zeros(self._config.hybrid.parsed.depths)
         return losses
 
     def utilization(self, seconds: float) -> dict[str, float]:
-        """Return {"mfu": the fraction of `train.peak_tflops` that a step of `seconds` reached}, or {} without this
-        setting."""
+        """Return {"mfu": the fraction of `train.peak_tflops` that a step of `seconds` reached}. Return {} if
+        `train.peak_tflops` is 0."""
         peak = self._config.train.peak_tflops * 1e12
         return {"mfu": self.operations.total / seconds / peak} if self.operations and peak else {}
 
@@ -129,8 +130,8 @@ class Passes:
 
 
 def _weighted(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Return losses times weights. A loss with weight 0 is NaN, because its microbatch has no labels. It is replaced by
-    0."""
+    """Return losses times weights. If a weight is 0, the microbatch has no labels and its loss is NaN; the result is
+    then 0."""
     counted = (
         loss if weight == 1 else loss.new_zeros(()) if weight == 0 else loss * weight
         for loss, weight in zip(losses, weights)

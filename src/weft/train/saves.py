@@ -1,7 +1,7 @@
 """Saves a run and resumes it: checkpoints on disk and, between them, copies in host memory.
 
 checkpoint.every           a checkpoint on disk
-checkpoint.memory_every    a copy in memory, which survives the ranks but not the host
+checkpoint.memory_every    a copy in memory, which survives a failure of the ranks but not of the host
 
 A restart by `weft train --restarts` resumes from the newer of the two.
 """
@@ -67,7 +67,7 @@ class Saves:
         """Fill `state` from the copy in memory or from the newest intact checkpoint. Return the step that was loaded.
 
         The copy is loaded if it is intact and newer than every checkpoint on disk, damaged ones included. Otherwise the
-        copy is removed, because the run may copy the same step again.
+        copy is removed: the run may reach the step of the copy again, and could not overwrite the copy.
         """
         newest = self.checkpoints.latest() or 0
         copied = self.copies.latest() or 0 if self.copies is not None else 0
@@ -87,9 +87,9 @@ class Saves:
         return self.saved_step
 
     def check_room(self) -> None:
-        """Raise ConfigError if two copies do not fit into host memory. The last copy is kept while the next is written.
+        """Raise ConfigError if two copies do not fit into host memory: the last copy is kept while the next is written.
 
-        If the optimizer has no state yet, two tensors are counted for each parameter.
+        If the optimizer has no state yet, the size of two state tensors is assumed for each weight.
         """
         if self.copies is None:
             return

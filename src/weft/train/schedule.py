@@ -17,7 +17,7 @@ class Schedule:
         self.peaks = [group["lr"] for group in optimizer.param_groups]
 
     def set_rates(self, step: int) -> float:
-        """Set the learning rates for the step that follows `step` steps. Return that of the first parameter group."""
+        """Set the learning rates for the step after `step` completed steps. Return the rate of the first group."""
         factor = self.config.factor(step, self.steps)
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
             group["lr"] = peak * factor

@@ -26,7 +26,7 @@ from weft.train.tokenizer import Tokenizer, load_tokenizer
 CONTEXT = 8
 """The number of tokens at the end of a prompt that are decoded together with the generated tokens."""
 UNFINISHED = "\ufffd"
-"""The character that a decoder returns in place of one whose bytes are not all generated yet."""
+"""The character that a decoder returns in place of a character whose bytes are not all generated yet."""
 DEFAULTS = Sampling(temperature=0.8, top_p=0.95)
 """The sampling options if the model's files have none."""
 
@@ -118,7 +118,7 @@ class Source:
 
     @cached_property
     def origin(self) -> Origin | None:
-        """The files of the published model from which the weights come, or None if they were trained from scratch."""
+        """The files of the published model that the weights come from. None for weights trained from scratch."""
         if self.run is None:
             return origin_of(self.path, self.ignored)
         return origin_of(self.run / ORIGIN) if (self.run / ORIGIN / OURS).is_file() else None

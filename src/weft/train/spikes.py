@@ -10,10 +10,10 @@ _IN_A_ROW = 10
 
 
 class Spikes:
-    """Detects spikes: gradient norms that are not finite, or above `times` times the median of the kept norms.
+    """Detects spikes: gradient norms that are not finite, or larger than `times` x the median of the kept norms.
 
-    The kept norms are the last 100 finite norms of steps that were not skipped. As long as fewer than 20 norms are
-    kept, or if `times` is 0, no norm is a spike.
+    The kept norms are the last 100 finite norms of steps that were not skipped. No norm is a spike while fewer than 20
+    norms are kept, or if `times` is 0.
     """
 
     def __init__(self, times: float) -> None:

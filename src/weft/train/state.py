@@ -23,7 +23,7 @@ class Position:
     best_step: int = 0
     """The step of `best_loss`."""
     worse: int = 0
-    """The number of validations after `best_step`, none of which had a lower loss."""
+    """The number of validations since `best_step`."""
 
     def validated(self, loss: float) -> bool:
         """Record the loss of a validation. Return whether it is the lowest so far."""

@@ -18,11 +18,12 @@ class Tokenizer(Protocol):
     """Turns text into tokens and back."""
 
     vocab_size: int
-    """One more than the largest token."""
+    """One more than the largest token number."""
     ids: np.ndarray
     """The token numbers that exist, sorted. Numbers below `vocab_size` may be missing."""
     identity: str
-    """A string that is different for two tokenizers if they tokenize any text differently."""
+    """A string that identifies the tokenizer: two tokenizers that tokenize any text differently have different
+    strings."""
 
     def encode(self, text: bytes) -> np.ndarray:
         """Return the tokens of `text`, which is UTF-8, as a 1-D array of unsigned integers."""
@@ -85,7 +86,7 @@ class HuggingFaceTokenizer:
         # Truncation and padding are for batches of short texts; here they would lose or add tokens.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Token numbers may have gaps, so there may be fewer tokens than the largest number.
+        # Token numbers may have gaps, so `vocab_size` may be larger than the number of tokens.
         self.ids = np.unique(list(self._tokenizer.get_vocab(with_added_tokens=True).values())).astype(np.int64)
         self.vocab_size = 1 + int(self.ids.max(initial=-1))
         self.identity = "tokenizer.json " + hashlib.sha256(contents).hexdigest()

@@ -14,7 +14,7 @@ from weft.train.files import parse_toml
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
-    """Return `value` as the type `hint`. If it does not fit, raises a ConfigError that names the setting `name`.
+    """Return `value` as the type `hint`. Raises ConfigError, which names the setting `name`, if the value does not fit.
 
     An integer is accepted as a float, and a list as a tuple. No other type is converted.
     """

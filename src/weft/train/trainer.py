@@ -128,9 +128,9 @@ class Trainer(loop.Trainer):
     def run(self) -> bool:
         """Train until the run is complete or SIGINT, SIGTERM or SIGHUP stops it. Then restore the old signal handlers.
 
-        Returns whether the run is complete: at its last step, or ended by `train.stop_after`. Complete or not, the step
-        that the run reached is in a committed checkpoint, if any step has run. Raises RuntimeError if the loss or the
-        gradient norm of a step is not finite, and `train.skip_spikes` does not skip the step.
+        Returns whether the run is complete: at its last step, or ended by `train.stop_after`. Whether complete or not,
+        the last step that ran is in a committed checkpoint. Raises RuntimeError if the loss or the gradient norm of a
+        step is not finite, and `train.skip_spikes` does not skip the step.
         """
         try:
             return super().run()

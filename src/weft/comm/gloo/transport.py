@@ -21,7 +21,7 @@ _SUMMED_AT_ONCE = 1 << 16  # the number of elements that `sum_into` converts and
 class Gloo:
     """The `weft.comm.transport.Transport` of gloo. Tensors are in CPU memory."""
 
-    # Round numbers for processes on one machine. Their product, 4 MB, is the size below which messages are bundled. A
+    # Rough figures for processes on one machine. Their product, 4 MB, is the size below which messages are bundled. A
     # message between idle processes takes only 0.3 to 0.5 ms. But while every core computes, gloo's thread waits for a
     # core, and a pass with 1 MB units is fastest with messages of 4 to 8 MB. Between machines, the network determines
     # latency and bandwidth, and their product is smaller.

@@ -2,13 +2,13 @@
 
 Each collective has a key that is the same on all ranks, and a number, which counts the collectives with this key that
 this rank has issued. A rank that has waited for a while publishes its state in the job's store: what it waits for and
-what it has issued. `rules` decides which ranks are stuck, even after exceptions and exits. For stuck ranks:
+what it has issued. From these states `rules` decides which ranks are stuck. For stuck ranks:
 
     a rank can join the collective that another rank waits for     it joins
     no rank can join                                               CollectiveMismatch on every rank that waits in weft
 
 A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds stuck ranks asks all
-ranks to publish again, and uses only the answers. A rank that answers with an unchanged state has waited all the time.
+ranks to publish again, and uses only the answers. A rank whose answer is unchanged has waited all the time.
 
 Without long waits, the detector costs a few assignments and a lock per wait, and a check every tenth of a second. After
 a rank has joined a collective of other ranks, all ranks check more often, because that rank will probably join one more
@@ -129,8 +129,9 @@ class HangDetector:
             self.issued[key] = number
 
     def can_join(self, owner: Any, key: str, join: Join) -> None:
-        """Register `join`, which joins a collective of `key` without using the result. It is called if other ranks wait
-        for one that this rank has not issued. Freeing `owner` removes `join`, which must not keep `owner` alive."""
+        """Register `join`, a function that joins a collective of `key` without using the result. `join` is called when
+        other ranks wait for such a collective that this rank has not issued. Freeing `owner` removes `join`, which must
+        not keep `owner` alive."""
         with self._lock:
             self._joinable.setdefault(owner, {})[key] = join
 

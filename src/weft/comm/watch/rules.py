@@ -3,9 +3,9 @@
     a rank that                            publishes             continues              is stuck if
     -------------------------------------  --------------------  ---------------------  -------------------------------
     computes, or has waited only briefly   nothing               on its own             never
-    waits for a collective of weft that    key, number, ranks    when those have begun  one of those is stuck
-      some ranks have not begun                                    it
-    waits for one that all have begun      the same              when data arrives      never: it is in progress
+    waits for a collective of weft that    key, number, ranks    when those ranks have  one of those ranks is stuck
+      some ranks have not begun                                    begun it
+    waits for one that all ranks began     the same              when data arrives      never: it is in progress
     waits in a collective outside of weft  the place             when others join, but  every rank of the world is stuck
                                                                    it is unknown which
     had an exception in a pass, and has    the exception         perhaps: code may      nothing has changed for
@@ -56,15 +56,23 @@ class Issued(dict[str, int]):
 
 
 Join = Callable[[Mapping[str, int]], bool]
-"""Joins a collective for which others wait. Takes their issued numbers, and returns whether it could join."""
+"""Joins a collective for which other ranks wait. Takes how many collectives of each key those ranks have begun. Returns
+whether it could join."""
 Doing = Literal["waits", "elsewhere", "failed", "ended"]
 
 
 class State(NamedTuple):
-    """The published state of a rank: what it is `doing`, and in `issued` how many collectives of each key have begun.
-    `name`: a description for errors. `key`, `number`, `ranks`: the collective for which it waits. `token`: different
-    for each wait. `heard`: how many requests to publish again it has read. `failed`: the
-    exception that ended its last pass. "" if there was none, or if `doing` is "waits" or "ended"."""
+    """The published state of a rank.
+
+    - `doing`: "waits" (for a collective of weft), "elsewhere" (waits in a collective outside of weft), "failed" (had an
+      exception in a pass) or "ended" (has exited).
+    - `name`: a description for errors.
+    - `issued`: how many collectives of each key have begun on the rank.
+    - `key`, `number`, `ranks`: the collective of weft for which the rank waits.
+    - `token`: different for each wait.
+    - `heard`: how many requests to publish again the rank has read.
+    - `failed`: the exception that ended its last pass; "" if there was none, or if `doing` is "waits" or "ended".
+    """
 
     doing: Doing
     name: str

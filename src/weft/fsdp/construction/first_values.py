@@ -40,10 +40,11 @@ def materialize(
     device: torch.device,
     groups: Iterable[dist.ProcessGroup],
 ) -> dict[nn.Parameter, Any]:
-    """Replace meta tensors of those `modules` that have `reset_parameters()` by tensors on `device`, which that method
-    fills. All ranks take rank 0's values. `modules`: each with the prefix of its parameters' names. `slots`: parameters
-    with the places where they are registered. `groups`: the process groups of the mesh axes. Returns a dict from
-    replaced to filled parameters. Raises ValueError if `reset_parameters()` leaves a tensor unfilled."""
+    """Replace the meta tensors of `modules` with tensors on `device`, and fill these with `reset_parameters()`. The
+    tensors of modules without this method stay on meta. All ranks take rank 0's values. `modules`: each with the prefix
+    of its parameters' names. `slots`: parameters with the places where they are registered. `groups`: the process
+    groups of the mesh axes. Returns a dict from replaced to filled parameters. Raises ValueError if
+    `reset_parameters()` leaves a tensor unfilled."""
     order = _children_first(modules)
     places: list[tuple[nn.Module, dict[str, Any], str, torch.Tensor]] = [
         *(_filled_in(parameter, slot, order) for parameter, slot in slots.items() if parameter.is_meta),

@@ -36,7 +36,7 @@ from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
 from weft.fsdp.parameter import known, record_of
 
-PART_CLASS = "_weft_part_class"  # the attribute in which a DTensor stores the class of its part
+PART_CLASS = "_weft_part_class"  # the attribute in which a DTensor stores the class of its local part
 
 
 originals: MutableMapping[Any, "weakref.ref[nn.Parameter]"] = WeakTensorKeyDictionary()
@@ -64,11 +64,12 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     If the second value is False, overwrite the whole buffer, which is uninitialized; otherwise add to it. The buffer
     has the parameter's shape. Its dtype is `main_grads_dtype` if gradients of several backwards accumulate before they
     are reduced, or if `reduce_dtype` has a smaller range than the computation's dtype; otherwise `reduce_dtype`. Call
-    this once before each write. You may call it until the reduction of the unit's gradients starts, usually at the end
-    of the unit's backward. Return None to autograd for the parameter. Gradients from its other uses are added to yours.
+    this function once before each write. You may call it until the reduction of the unit's gradients starts, usually at
+    the end of the unit's backward. Return None to autograd as the gradient of the parameter. Gradients from other uses
+    of the parameter are added to the buffer.
 
-    `parameter`: the full parameter that forward used, or its sharded parameter. For a parameter of no unit, the buffer
-    is its `.grad`. Raises ValueError for a frozen parameter.
+    `parameter`: the full parameter that forward used, or its sharded parameter. For a parameter that is in no unit, the
+    buffer is its `.grad`. Raises ValueError for a frozen parameter.
     """
     parameter = original_of(parameter)
     if not parameter.requires_grad:

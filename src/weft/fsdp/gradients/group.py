@@ -7,8 +7,8 @@
     *   main_grad while several backwards accumulate, or if the reduce dtype has less range than the compute dtype
     **  from the first reduction on
 
-`TRANSITIONS` has the states of a group's gradients. `weft.fsdp.gradients.main` describes when the
-user owns `main`, and when the engine owns it.
+`TRANSITIONS` has the states of a group's gradients. `weft.fsdp.gradients.main` describes when the user owns `main`, and
+when the engine owns it.
 """
 
 import enum
@@ -234,7 +234,7 @@ class GroupGradients:
 
     @property
     def bucket_kind(self) -> Any:
-        """Process group and dtype of the reduction. Reductions of equal kinds may share a message, None never does."""
+        """Process group and dtype of the reduction. Reductions of equal kinds may share a message. None: no sharing."""
         return self._bucket_kind if self.hook is None and not self.sums_only else None
 
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:

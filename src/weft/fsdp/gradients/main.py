@@ -129,8 +129,8 @@ class MainGradients:
         return self.buffer
 
     def publish(self) -> None:
-        """Set `.grad` of parameters that have a new gradient, or whose gradient `claim` took. Then run the hooks of
-        parameters that have a new gradient."""
+        """Set `.grad` of parameters that have a new gradient, or whose `.grad` was set to None by `claim`. Then run the
+        hooks of parameters that have a new gradient."""
         if self.download is not None:
             self.download.finish()
         self._is_claimed = False

@@ -15,8 +15,8 @@ Larger units, and units whose weights cannot share a message (`ParameterGroup.fi
     nothing, but others need A  A, and drops the result: this rank may be in another pass
 
 The buckets depend only on the model. They are the same on all ranks, even if the ranks run different units: ranks that
-need different units of a bucket send the same message. Schedules gather unit by unit, and so
-do passes in which the user names the units to prefetch.
+need different units of a bucket send the same message. Schedules gather unit by unit, as do passes in which the user
+names the units to prefetch.
 """
 
 from collections.abc import Sequence

@@ -8,8 +8,8 @@
       backward           units that wait for a turn, groups that it      rank; units that wait on any rank are reduced;
                          trains now, failed graph captures               if all ranks had the same order, it is agreed
 
-With `check_collectives=False` the ranks exchange nothing. Each rank then assumes that every
-parameter that requires gradients has one.
+With `check_collectives=False` the ranks exchange nothing. Each rank then assumes that every parameter that requires
+gradients has one.
 """
 
 from collections.abc import Sequence
@@ -52,8 +52,8 @@ class Consensus:
         """The hang detector under which the ranks have compared their units; None before."""
 
     def ask(self, helper: GatherHelper, graphs: CaptureTable | None) -> None:
-        """Let `helper` begin a pass. In the first one, check that all ranks have the same units, and from then on
-        reduce the groups that any rank trains. A pass after a failed check checks again."""
+        """Let `helper` begin a pass. In the first pass, check that all ranks have the same units; from then on, reduce
+        the groups that any rank trains. If the check fails, the next pass checks again."""
         if self.is_alone or not self._agreement.checks or (watch := helper.begin_pass()) is self._compared_under:
             return
         said = []

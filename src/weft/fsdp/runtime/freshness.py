@@ -6,7 +6,7 @@
     main weights were written, on any rank                   in the next pass: ranks compare version counters and agree
     none                                                     not needed: the passes of a step share one update
 
-For frozen weights of which only the payload is kept (`weft.quantize.payload_only`), no optimizer step is expected. In
+For frozen weights that are kept only as a payload (`weft.quantize.payload_only`), no optimizer step is expected. In
 each pass the ranks agree whether any rank has written to these weights or has unfrozen them.
 
 Weights that are gathered for each use need no update: they are gathered from the current main weights.
@@ -107,7 +107,7 @@ class Freshness:
 
 
 def _word_of(group: ParameterGroup) -> int:
-    """Return this rank's message about weights of which only the payload is kept: 0, WRITTEN or NEEDED."""
+    """Return this rank's message about weights that are kept only as a payload: 0, WRITTEN or NEEDED."""
     resting = group.payload_only
     assert resting is not None
     rewritten = group.is_stale and not group.is_outdated  # if outdated, a failed pass is the cause, not a write

@@ -1,8 +1,9 @@
 """Coordinates the models of a process in a backward, which may go through several models.
 
 A callback of autograd ends the backward of each model, in the same order on all ranks. If the backward fails, autograd
-drops the callback without calling it. Event counters show whether the backward may include several models: then a host
-that waits in one model could deadlock with a rank that waits in another model.
+drops the callback without calling it. Event counters show whether the backward may include several models. If so, the
+limit on live gradient buffers is not enforced (`ReductionOrder.waits_for_room`), because a host that waits for room in
+one model could deadlock with a rank that waits in another model.
 """
 
 import itertools
@@ -20,7 +21,8 @@ _moments = itertools.count()
 
 
 class JointBackward:
-    """A model whose backward may include other models. `finish`: reduces gradients if a backward ran no hook of it."""
+    """A model whose backward may include other models. `finish`: reduces its gradients after a backward that ran none
+    of its hooks."""
 
     def __init__(self, units: Sequence[Unit], finish: Callable[[], None]) -> None:
         self.place = units[0].place
@@ -30,7 +32,7 @@ class JointBackward:
         _models.add(self)
 
     def begin(self) -> None:
-        """Record that a pass begins, which a backward may follow."""
+        """Record that a pass begins. A backward may follow it."""
         self._began = next(_moments)
 
     def settle(self) -> None:
@@ -46,8 +48,8 @@ class JointBackward:
 
 
 def finish_backwards() -> None:
-    """After a backward, reduce the gradients of models whose hooks it did not run. It may have reached their parameters
-    through tensors that no forward returned, without gathering weights."""
+    """After a backward, reduce the gradients of models whose hooks did not run. The backward may have reached their
+    parameters through tensors that no forward returned, without gathering weights."""
     if not in_backward():
         waiting = [model for model in list(_models) if model._began > model._settled]  # a pass since its last backward
         for model in sorted(waiting, key=lambda model: model.place):  # in the same order on all ranks

@@ -34,7 +34,7 @@ class RuntimeOptions:
     - `separate_all_gather_group`: use separate communicators for gathers, so that gathers overlap with reductions.
       True: copies of the mesh's process groups. A list: process groups with the same ranks, to use in place of copies.
     - `allocator`: "trace" records the first step, and then places buffers in two slabs: one allocation for weights, one
-      for gradients. "caching" allocates each buffer with torch's allocator before a use, and frees it after.
+      for gradients. "caching" allocates each buffer with torch's allocator before each use, and frees it after.
     - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: the next unit or bucket; in
       a schedule, two units.
     - `bucket_bytes`: adjacent units of at most this total size share a message (0: none do). None: an eighth of the
@@ -42,8 +42,8 @@ class RuntimeOptions:
     - `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit
       whose backward runs. With 2, one unit is reduced while the next computes. With 1, there is no such overlap.
     - `check_collectives`: after each backward the ranks compare their collectives, and agree on which parameters have
-      gradients. False: hosts never wait for each other. Then every rank must run the same units, and write to the same
-      weights between the passes of a step. A parameter that no rank used then gets a gradient of zeros, not None.
+      gradients. False: hosts never wait for each other. In that case, every rank must run the same units, and write to
+      the same weights between the passes of a step. A parameter that no rank used gets a gradient of zeros, not None.
     - `graphs`: a `weft.Graphs` that chooses the parts of the model to capture in graphs. None: no part.
     """
 

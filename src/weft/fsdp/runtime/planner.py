@@ -16,7 +16,7 @@ from weft.memory.pool import Transient
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """Plans the next step of a model. `checked`: whether the ranks agree with `check_collectives`."""
+    """Plans the next step of a model. `checked`: whether `check_collectives` is set."""
 
     units: Sequence[Unit]
     channels: Channels

@@ -27,8 +27,8 @@ _kind_and_bytes = attrgetter("gradients.bucket_kind", "gradients.sent")
 class Reductions(ReductionOrder):
     """Packs gradients and starts their reductions, turn by turn. A turn is one unit, or several units that share a
     message. `units`: ordered by number. `most_alive`: the number of turns whose buffers may exist at once.
-    `bucket_bytes`: the largest size of a turn of several units. `agreement`: logs reductions that start in no agreed
-    order. `gathers`: records the events of the pass."""
+    `bucket_bytes`: the largest size of a turn of several units. `agreement`: logs the reductions whose order the
+    ranks have not agreed on. `gathers`: records the events of the pass."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Reductions(ReductionOrder):
     ) -> None:
         super().__init__(most_alive)
         self.last_backward = True
-        """The user's `set_is_last_backward`: whether this backward is the last before the optimizer."""
+        """The user's `set_is_last_backward`: whether this backward is the last before the optimizer step."""
         self.more_to_come = False  # whether a schedule has further microbatches to reduce
         self.agreed: tuple[int, ...] = tuple(range(len(units) - 1, -1, -1))
         """The order of the units in which all ranks start reductions."""

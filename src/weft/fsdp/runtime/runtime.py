@@ -218,7 +218,7 @@ class Runtime(Shared):
         self.reductions.begin()
 
     def _open_unhooked(self) -> None:
-        """Begin reductions outside of autograd's backward, in the order in which they are asked for."""
+        """Begin reductions outside of autograd's backward, in the order in which they are requested."""
         self._calls.makes_graph = False
         self.reductions.waits_for_room = True
         self.reductions.take_turns(None)

@@ -1,8 +1,8 @@
 """The objects that the units of a model share, and operations on all units.
 
-Drivers call `gathers` and `reductions`, which contain the rules for both. `channels` has the lanes and pools. `planner`
-plans memory. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only other ranks need
-(`_helper`), and update model weights after the main weights have changed (`_freshness`).
+Drivers call `gathers` and `reductions`, which decide the order of gathers and reductions. `channels` has the lanes and
+pools. `planner` plans memory. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only other ranks
+need (`_helper`), and update model weights after the main weights have changed (`_freshness`).
 
 A unit whose module was replaced stays in the list. Ranks may free the module at different times, but all ranks must
 send the same messages.
@@ -116,8 +116,8 @@ class Shared:
                     self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
 
     def _before_renewal(self, unit: Unit) -> None:
-        """Agree on the maxima of weights that were written. Log the gather, because ranks may
-        differ: a rank starts it only if that rank has written to the weights."""
+        """Agree on the maxima of weights that were written. Log the gather, because ranks may differ: a rank starts it
+        only if that rank has written to the weights."""
         agree_on_maxima(group for group in unit.groups if group.is_stale)  # other groups keep their quantized values
         if self.passes.current is not Pass.EVALUATION:
             self._agreement.note(unit.number, "renewed all-gather", unit.gathered_bytes)

@@ -68,7 +68,7 @@ def write_limits(cfg: HybridConfig) -> Raw:
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers, attention = raw.get("num_hidden_layers", 32), raw.get("attn_layer_indices") or ()
     ours = rope.read({**raw, "partial_rotary_factor": None}, partial=0.5)
     part = ours["partial_rotary_factor"]
@@ -77,7 +77,7 @@ def read(raw: Raw) -> Raw:
             f"partial_rotary_factor={raw['partial_rotary_factor']}: transformers reads {part} instead; put the value "
             f"into rope_parameters"
         )
-    rotated = raw.get("attn_rotary_emb")  # older files have it, and no code reads it
+    rotated = raw.get("attn_rotary_emb")  # a field of older files that no code reads
     width = raw.get("hidden_size", 4096) // raw.get("num_attention_heads", 32)
     if rotated not in (None, int(width * ours["partial_rotary_factor"])):
         raise ConversionError(f"attn_rotary_emb={rotated}: weft's bamba rotates half of a head, {width // 2}")
@@ -90,7 +90,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     mixers = flat(cfg)[::2]
     return {
         "num_hidden_layers": len(mixers),

@@ -1,7 +1,8 @@
 """Converts Hugging Face files to weft's own format and back, tensor by tensor.
 
-weft's own directory has safetensors files with weft's names, and the other files of the model: tokenizer, chat template
-and generation settings. Its `weft-model.json` contains the configuration and the original config.json.
+A directory in weft's own format has safetensors files with weft's tensor names, and the other files of the model:
+tokenizer, chat template and generation settings. The file `weft-model.json` in it contains the configuration and the
+original config.json.
 """
 
 import dataclasses
@@ -23,15 +24,15 @@ from weft.models.hf.weights import Renamed, check_fits
 def convert(
     source: str | Path, target: str | Path, model_type: str | None = None, *, ignored: Collection[str] = ()
 ) -> str:
-    """Convert Hugging Face files to weft's own format, or back. Return a line that says what was written.
+    """Convert Hugging Face files to weft's own format, or back. Return a line of text that describes the result.
 
-    The format of the directory `source` determines the direction. Weights stay bit-exact. Tensors are
-    copied one after another, so the whole model is never in memory. `target`: a new or empty directory. Raises
-    `ConversionError`, before anything is written, if the conversion is not possible.
+    The format of the directory `source` determines the direction. `target`: a new or empty directory. Weights stay
+    bit-exact. Tensors are copied one after another, so the whole model is never in memory. Raises `ConversionError`,
+    before anything is written, if the conversion is not possible.
 
-    `ignored`: unknown fields of config.json to ignore, when you convert Hugging Face files. `model_type`: the family to
-    write, when you convert back. Default: the family from which the model was converted or, if it was not converted,
-    the first that can represent it.
+    - `ignored`: unknown fields of config.json to ignore. Only for the conversion of Hugging Face files.
+    - `model_type`: the family to write. Only for the conversion back. Default: the family from which the model was
+      converted. For a model that was not converted, the default is the first family that can represent it.
     """
     source, target = Path(source), Path(target)
     refuse_used(target)
@@ -45,7 +46,7 @@ def convert(
 
 
 def refuse_used(target: Path) -> None:
-    """Raise `ConversionError` for a directory that is not empty."""
+    """Raise `ConversionError` if `target` is a directory that is not empty."""
     if target.is_dir() and any(target.iterdir()):
         raise ConversionError(f"{target} is not empty: convert into a new directory")
 

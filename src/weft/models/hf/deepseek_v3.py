@@ -24,7 +24,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers, dense = raw.get("num_hidden_layers", 61), raw.get("first_k_dense_replace", 3)
     width = raw.get("qk_nope_head_dim", 128) + raw.get("qk_rope_head_dim", 64)
     ours, rotated = rope.read(raw), raw.get("qk_rope_head_dim", 64)
@@ -44,7 +44,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     return {
         "num_hidden_layers": len(flat(cfg)) // 2,
         "first_k_dense_replace": dense_first(cfg, "deepseek_v3"),
@@ -58,8 +58,8 @@ def write(cfg: HybridConfig) -> Raw:
 
 
 def dense_first(cfg: HybridConfig, family: str) -> int:
-    """Return the number of layers with a dense MLP (`-`). Raises `ConversionError` unless they come before all other
-    layers."""
+    """Return the number of layers with a dense MLP (`-`). Raises `ConversionError` unless these layers come before all
+    other layers."""
     dense = flat(cfg).count("-")
     if "-" in flat(cfg)[2 * dense :]:
         raise ConversionError(f"{family} has its dense layers first, but pattern {cfg.pattern!r} does not")

@@ -10,7 +10,7 @@
     Nemotron-H             mtp.layers.{k * layers of a depth + i}.  enorm, hnorm, eh_proj in the first layer,
                                                                     final_layernorm in the last layer
 
-A model has as many depths as the files have weights for, even if `config.json` does not mention them.
+The weights in the files determine the number of depths, even if `config.json` does not mention depths.
 """
 
 from collections.abc import Callable, Container, Mapping

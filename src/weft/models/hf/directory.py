@@ -17,9 +17,9 @@ from weft.errors import ConversionError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 THEIRS, OURS = "config.json", "weft-model.json"
-"""The configuration file in a Hugging Face directory and in weft's own."""
+"""The configuration file in a directory of Hugging Face files, and in a directory of weft's own format."""
 FILE_BYTES = 1 << 32
-"""The largest size of a file in bytes, unless one tensor is larger."""
+"""The largest number of bytes of tensors in a file. A larger tensor has a file for itself."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -98,7 +98,7 @@ def _open(path: Path) -> Any:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory if it does not exist. Raises `ConversionError` if that fails."""
+    """Create a directory if it does not exist. Raises `ConversionError` if it cannot be created."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -106,7 +106,7 @@ def make_directory(path: Path) -> None:
 
 
 def names_in(directory: Path) -> frozenset[str]:
-    """Return the names of the tensors in a directory, or an empty set if it has only a configuration."""
+    """Return the names of the tensors in a directory, or an empty set if the directory has no weight files."""
     there = any((directory / name).exists() for name in (INDEX, WEIGHTS))
     return frozenset(TensorFiles(directory)) if there else frozenset()
 
@@ -138,10 +138,10 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 class TensorWriter:
-    """Writes tensors into files. Each file has at most `file_bytes` bytes of tensors, or one larger tensor.
+    """Writes tensors into safetensors files. Each file has at most `file_bytes` bytes of tensors, or one larger tensor.
 
-    The directory is complete when the `with` block ends. If the block raises, the files are deleted. No tensor is held
-    in memory: each is copied into a memory-mapped region of a file.
+    Use the writer in a `with` block. The files get their final names at the end of the block. If the block raises, the
+    files are deleted. No tensor is held in memory: each tensor is copied into a memory-mapped region of a file.
     """
 
     def __init__(self, directory: Path, file_bytes: int = FILE_BYTES) -> None:
@@ -150,7 +150,7 @@ class TensorWriter:
         self._files: list[_File] = []
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor."""
+        """Write `tensor` under `name`."""
         self.room(name, tensor.shape, tensor.dtype).copy_(tensor.detach())
 
     def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Errors of reading and writing models."""
+"""Text for the error messages of loading and saving models."""
 
 from collections.abc import Iterable
 

@@ -21,7 +21,7 @@ PARALLEL: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     hidden, heads = raw.get("hidden_size", 4096), raw.get("mamba_n_heads", 128)
     inner = raw.get("mamba_d_ssm", 1024)
     inner = raw.get("mamba_expand", 2) * hidden if inner is None else inner
@@ -53,7 +53,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     head, scale = cfg.attention_head_dim**-0.5, cfg.attention_scale or cfg.attention_head_dim**-0.5
     return {
         "num_hidden_layers": len(flat(cfg)) // 2,

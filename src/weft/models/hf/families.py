@@ -40,7 +40,7 @@ GRANITES = (BAMBA, GRANITE_HYBRID, GRANITE, GRANITE_MOE)
 OTHERS = (NEMOTRON_H, MAMBA2, FALCON_H1, KIMI_LINEAR, GPT_OSS, MINIMAX_M2, OLMO2, OLMO3, OLMOE, SMOLLM3, PHI3, GEMMA3)
 ALL = (LLAMA, MISTRAL, MIXTRAL, *QWEN, DEEPSEEK_V3, *GLM, *GRANITES, *OTHERS)
 FAMILIES = {family.model_type: family for family in ALL}
-"""The families by the `model_type` of their config.json. A program may add its own."""
+"""Maps each `model_type` of a config.json to its `Family`. You may add entries."""
 _NEAREST = 3
 """The number of families whose reasons are printed if no family can represent a model."""
 
@@ -143,7 +143,8 @@ def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family
 
 
 def _distance(reason: str) -> tuple[int, int]:
-    """Return a sort key for the error of a family. Differing fields come first, then layer order, then layer kinds."""
+    """Return a sort key for the error of a family; the nearest family has the smallest key. Errors about fields come
+    first, then errors about the order of layers, then errors about missing kinds of layers."""
     kinds = ("cannot hold", "", "has no layer")
     far = next((far for far, words in enumerate(kinds) if words and words in reason), 1)
     return far, reason.count("(it has") if far == 0 else reason.partition(" (pattern")[0].count(",")

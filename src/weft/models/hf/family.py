@@ -1,4 +1,4 @@
-"""A family of published models: tables of names, used to read and to write its files."""
+"""A family of published models: the tables of names with which weft reads and writes the family's files."""
 
 import dataclasses
 import re
@@ -33,18 +33,18 @@ REQUIRED = {"attention_dropout": 0.0}
 class Family:
     """The tables of a family of published models.
 
-    - `fields`: maps names in config.json to (name in `HybridConfig`, the family's default). These fields are copied.
+    - `fields`: maps names in config.json to (name in `HybridConfig`, the family's default). The values are copied.
     - `required`: fields of config.json, each with the only value that weft supports.
     - `kept`: other fields of config.json that are accepted: `read` uses them, or the result does not depend on them.
-    - `read`: returns the fields of `HybridConfig` that are computed from config.json. They replace copied ones.
-    - `write`: returns the fields of config.json that are computed from a `HybridConfig`. They replace copied ones.
+    - `read`: returns the fields of `HybridConfig` that are computed from config.json. They replace copied fields.
+    - `write`: returns the fields of config.json that are computed from a `HybridConfig`. They replace copied fields.
     - `outer`: maps weft's modules outside of layers to names on disk.
     - `layer`: the prefix of the tensor names of a layer on disk, with {} for the layer's number.
     - `symbols_per_layer`: the number of pattern symbols that form one layer on disk, for example 2 for `[*-]`.
     - `tensors`: maps each layer symbol to the table of the tensor names in such a layer.
     - `depths`: the tensor names of prediction depths. None if no model of the family has depths.
-    - `memory`: pairs (part of a name on disk, the part that replaces it in transformers' `state_dict()`). The names in
-      a file of a saved `state_dict()` have the second part.
+    - `memory`: pairs (part of a name on disk, the part that replaces it in transformers' `state_dict()`). A file that
+      stores such a `state_dict()` has the second part in its names.
     """
 
     model_type: str

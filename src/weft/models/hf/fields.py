@@ -51,8 +51,8 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "residual_in_fp32"), False),
     "pretraining_tp": 1,
 }
-"""Fields, each with the value that switches it off. With this value, a family accepts the field even if the field is
-unknown."""
+"""Fields, each with the value that switches it off. With this value, every family accepts the field, even a family that
+does not know it."""
 
 
 def lacking(raw: Raw, known: Collection[str]) -> set[str]:
@@ -106,7 +106,8 @@ LISTS = frozenset(
 )
 TABLES = frozenset(("rope_parameters", "rope_scaling", "quantization_config", "text_config", "linear_attn_config"))
 TEXTS = frozenset(("hybrid_override_pattern", "mtp_hybrid_override_pattern", "position_embedding_type"))
-"""The fields that families read without a table and that must be strings. All may be null."""
+"""Fields that must be strings. If a field is not in a family's `Family.fields`, the sets `WHOLE` to `TEXTS` determine
+the type that its value must have. The value may also be null."""
 
 
 def check_values(raw: Raw, fields: Mapping[str, tuple[str, Any]]) -> None:

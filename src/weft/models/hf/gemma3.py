@@ -10,7 +10,7 @@ from weft.models.hf.llama import ATTENTION, MLP
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers, every = raw.get("num_hidden_layers", 26), raw.get("sliding_window_pattern", 6)
     if raw.get("use_bidirectional_attention"):
         raise ConversionError("use_bidirectional_attention=True: weft's attention is causal")
@@ -31,7 +31,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     scalar = (cfg.attention_scale or cfg.attention_head_dim**-0.5) ** -2
     return {
         "num_hidden_layers": len(flat(cfg)) // 2,

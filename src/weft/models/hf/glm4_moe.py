@@ -8,7 +8,7 @@ from weft.models.hf.llama import ATTENTION, COMMON, MLP
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers, dense = raw.get("num_hidden_layers", 46), raw.get("first_k_dense_replace", 1)
     return {
         "pattern": "[*-]" * min(dense, layers) + "[*E]" * (layers - dense),
@@ -22,7 +22,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     return {
         **llama.write(cfg),
         "first_k_dense_replace": dense_first(cfg, "glm4_moe"),

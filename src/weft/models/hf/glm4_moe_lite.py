@@ -9,7 +9,7 @@ from weft.models.hf.llama import MLP
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers = raw.get("num_hidden_layers", 47)
     kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
     dense = kinds.count("dense")
@@ -27,7 +27,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     theirs, dense = deepseek_v3.write(cfg), dense_first(cfg, "glm4_moe_lite")
     kinds = ["dense"] * dense + ["sparse"] * (theirs["num_hidden_layers"] - dense)
     return {**theirs, "mlp_layer_types": kinds}

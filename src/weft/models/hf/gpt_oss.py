@@ -40,7 +40,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers, window = raw.get("num_hidden_layers", 36), raw.get("sliding_window", 128)
     check_layer_types(raw, layers, (SLIDING, FULL), "gpt_oss")
     kinds: Sequence[str] = raw.get("layer_types") or [FULL if number % 2 else SLIDING for number in range(layers)]
@@ -60,7 +60,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     windows = [cfg.window_of(number) for number in range(flat(cfg).count("*"))]
     return {**llama.write(cfg), "layer_types": [FULL if each is None else SLIDING for each in windows]}
 

@@ -16,12 +16,12 @@ ROUTED: Table = {name: place for name, place in EXPERTS.items() if not name.star
 
 
 def read_moe(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     return {**llama.read(raw), "pattern": "[*E]" * raw.get("num_hidden_layers", 32)}
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     return {**llama.write(cfg), "head_dim": cfg.attention_head_dim}
 
 

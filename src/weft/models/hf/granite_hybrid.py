@@ -21,7 +21,7 @@ def half(name: str, part: int, *, of_experts: bool = False) -> Bound:
 
 
 def dense(ours: str) -> Table:
-    """Return the `Table` of the shared MLP. In weft it is the shared expert, or `-` in a model without experts.
+    """Return the `Table` of the shared MLP. In weft, this MLP is the shared expert, or `-` in a model without experts.
 
     `ours`: the prefix of the MLP's names in weft.
     """
@@ -43,7 +43,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers, experts = raw.get("num_hidden_layers", 32), raw.get("num_local_experts", 8)
     check_layer_types(raw, layers, MIXERS, "granitemoehybrid")
     mixers = raw.get("layer_types") or ["linear_attention"] * layers
@@ -70,7 +70,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     mixers, ends = flat(cfg)[::2], set(flat(cfg)[1::2])
     if len(ends) > 1:
         raise ConversionError(f"granitemoehybrid has experts in all layers or in none, but {cfg.pattern!r} mixes both")

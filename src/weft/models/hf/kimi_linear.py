@@ -59,7 +59,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers, given = raw.get("num_hidden_layers", 27), raw.get("linear_attn_config") or {}
     if unknown := given.keys() - {*LISTS, *NESTED}:
         raise ConversionError(f"linear_attn_config: weft has no {listed(unknown)}")
@@ -89,7 +89,8 @@ def read(raw: Raw) -> Raw:
 
 def _mixers(raw: Raw, layers: int, given: Raw) -> list[str]:
     """Return the type of each layer as transformers determines it: from layer_types, or from both lists of
-    linear_attn_config. If layer_types and one of the lists are missing, every fourth layer has full attention."""
+    linear_attn_config. If layer_types and at least one of the lists are missing, the layers 4, 8, 12, ... (from 0) have
+    full attention."""
     if raw.get("layer_types") is not None:
         check_layer_types(raw, layers, MIXERS, "kimi_linear")
         return raw["layer_types"]
@@ -102,7 +103,7 @@ def _mixers(raw: Raw, layers: int, given: Raw) -> list[str]:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     mixers = list(enumerate(flat(cfg)[::2], start=1))
     return {
         "num_hidden_layers": len(mixers),

@@ -22,7 +22,7 @@ COMMON = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     return {
         "pattern": "[*-]" * raw.get("num_hidden_layers", 32),
         "num_key_value_heads": raw.get("num_key_value_heads") or raw.get("num_attention_heads", 32),
@@ -32,7 +32,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     return {
         "num_hidden_layers": len(flat(cfg)) // 2,
         "num_key_value_heads": cfg.num_key_value_heads,

@@ -8,7 +8,7 @@ from weft.models.hf.nemotron_h import MAMBA
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     heads, width = raw.get("num_heads", 128), raw.get("head_dim", 64)
     inner = raw.get("expand", 2) * raw.get("hidden_size", 4096)
     if heads * width != inner:
@@ -17,7 +17,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     return {
         "num_hidden_layers": len(flat(cfg)),
         "expand": max(1, cfg.mamba_num_heads * cfg.mamba_head_dim // cfg.hidden_size),

@@ -1,5 +1,5 @@
-"""MiniMax-M2: attention that rotates half of each head, with norms over all heads; sigmoid-scored experts in all
-layers."""
+"""MiniMax-M2: attention that rotates half of each head, with norms of queries and keys over all heads; sigmoid-scored
+experts in all layers."""
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
@@ -9,7 +9,7 @@ from weft.models.hf.llama import ATTENTION, COMMON
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers, width = raw.get("num_hidden_layers", 62), raw.get("head_dim", 128)
     if any(kind != 1 for kind in raw.get("attn_type_list") or ()):
         raise ConversionError(
@@ -26,7 +26,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     return {**mixtral.write(cfg), **rope.write(cfg, partial=True)}
 
 

@@ -7,7 +7,7 @@ from weft.models.hf.llama import ATTENTION, COMMON, MLP
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     heads = raw.get("num_attention_heads", 32)
     return {
         "pattern": "[*-]" * raw.get("num_hidden_layers", 32),
@@ -17,7 +17,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     theirs = llama.write(cfg)
     del theirs["attention_bias"]
     return theirs

@@ -15,12 +15,12 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     return {"pattern": "[*E]" * raw.get("num_hidden_layers", 32), **rope.read(raw, theta=1e6)}
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     return {"num_hidden_layers": len(flat(cfg)) // 2, "head_dim": cfg.attention_head_dim, **rope.write(cfg)}
 
 

@@ -23,7 +23,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     blocks = raw.get("layers_block_type") or raw.get("layer_types")
     if blocks is None and raw.get("hybrid_override_pattern") is None:
         raise ConversionError("nemotron_h: config.json has neither layers_block_type nor hybrid_override_pattern")
@@ -37,7 +37,7 @@ def read(raw: Raw) -> Raw:
         )
     return {
         "pattern": "".join(SYMBOLS[name] for name in blocks) if blocks else raw["hybrid_override_pattern"],
-        "time_step_limit_min": raw.get("time_step_min", 0.001),  # time_step_limit is in the file, and no code reads it
+        "time_step_limit_min": raw.get("time_step_min", 0.001),  # the file's time_step_limit has no effect
         "rope_theta": 0.0,
         "router_score": "sigmoid",
         "expert_bias": True,
@@ -56,7 +56,7 @@ def of_a_depth(raw: Raw) -> str:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     return {
         "layers_block_type": [NAMES[symbol] for symbol in flat(cfg)],
         "time_step_min": cfg.time_step_limit_min,

@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv:2501.00656) and 3, and OLMoE (arXiv:2409.02060): norms over all queries and over all keys.
+"""OLMo 2 (arXiv:2501.00656) and 3, and OLMoE (arXiv:2409.02060): norms of queries and of keys, each over all heads.
 
 OLMo 2 and 3 do not normalize a layer's input. They normalize its output before it is added to the residual stream.
 """
@@ -17,12 +17,12 @@ BEHIND_MLP["post_norm"] = "post_feedforward_layernorm"
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     return {**llama.read(raw), "qk_norm": "full", "norm_order": "post"}
 
 
 def read_3(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers = raw.get("num_hidden_layers", 32)
     windows = windows_of(raw, layers, "olmo3", lambda number: (number + 1) % 4 != 0, raw.get("sliding_window", 4096))
     turned = rope.by_layer_type(raw, 500000.0, 500000.0)
@@ -31,12 +31,12 @@ def read_3(raw: Raw) -> Raw:
 
 
 def write_3(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     return {**llama.write(cfg), **written_windows(cfg), **rope.write_by_layer_type(cfg)}
 
 
 def read_moe(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     ours = llama.read({"num_attention_heads": 16, **raw})
     return {**ours, "pattern": "[*E]" * raw.get("num_hidden_layers", 16), "qk_norm": "full"}
 

@@ -30,7 +30,7 @@ OF_ANY = KEPT - {
 }
 """Fields that have the same meaning in the config.json of every family."""
 BESIDE = "beside/"
-"""The prefix, in weft's own directory, of weights that the text model does not use."""
+"""In a directory of weft's own format, the names of weights that the text model does not use have this prefix."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +39,7 @@ class Origin:
 
     - `family`: the `model_type` of the family.
     - `raw`: the content of config.json.
+    - `spelling`: how the tensor names in `directory` differ from the names in the family's tables.
     - `directory`: the directory from which these files were read.
     - `files`: maps the names of the other files, such as the tokenizer's, to their contents.
     - `beside`: the names of tensors that the text model does not use, such as those for images. They are not loaded:
@@ -92,7 +93,8 @@ class Origin:
         return {"family": self.family, "config": self.raw, "spelling": spelling, "ignored": list(self.ignored)}
 
     def keep(self, folder: Path, cfg: HybridConfig) -> None:
-        """Write everything into a new folder. `origin_of` reads it."""
+        """Write these files into `folder` in weft's own format, from which `origin_of` reads them. If `folder` already
+        has a weft-model.json, do nothing."""
         if (folder / OURS).exists():
             return
         make_directory(folder)

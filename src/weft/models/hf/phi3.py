@@ -30,13 +30,13 @@ def half(number: int) -> Bound:
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     ours = rope.read({"original_max_position_embeddings": 4096, **raw}, partial=1.0)
     return {**llama.read({**raw, "rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": None}), **ours}
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     theirs = {**llama.write(cfg), **rope.write(cfg, partial=True)}
     del theirs["head_dim"], theirs["attention_bias"]
     scaling = cfg.rope_scaling or {}

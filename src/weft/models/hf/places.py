@@ -8,8 +8,8 @@
     Turned      [experts, in, out] from one tensor [experts, out, in]
     Flat        one dimension from a tensor whose other dimensions are 1
 
-All places are read by rows, so that a rank reads only its shard. Values are moved but not changed: a saved tensor
-equals the loaded one.
+A rank reads only the rows that its shard needs, except that `Rows` and `Flat` read whole tensors. Values are moved but
+not changed: a saved tensor equals the loaded one.
 """
 
 import math
@@ -49,7 +49,7 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class _Named:
-    """Places in one tensor on disk, which is called `name`."""
+    """The base class of places that use one tensor on disk, `name`."""
 
     name: str
 

@@ -14,7 +14,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers, first = raw.get("num_hidden_layers", 32), raw.get("max_window_layers", 28)
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
     return {
@@ -27,14 +27,14 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     theirs = {**llama.write(cfg), **written_windows(cfg), "use_sliding_window": cfg.sliding_window is not None}
     del theirs["attention_bias"], theirs["head_dim"]
     return theirs
 
 
 def read_moe(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers = raw.get("num_hidden_layers", 24)
     defaults = {"num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 16}
     ours = read({**defaults, **raw, "use_sliding_window": False})
@@ -47,7 +47,7 @@ def read_moe(raw: Raw) -> Raw:
 
 
 def write_moe(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     theirs = {**write(cfg), **written_ends(cfg), "qkv_bias": cfg.attention_bias == "qkv"}
     del theirs["sliding_window"], theirs["layer_types"], theirs["use_sliding_window"]
     return theirs

@@ -19,7 +19,7 @@ EXPERTS: Table = {
 def ends(raw: Raw, layers: int) -> list[str]:
     """Return the last symbol of each layer, "-" (dense MLP) or "E" (experts).
 
-    For layer i, counted from 0, it is "E" if i is not in `mlp_only_layers` and i + 1 is a multiple of
+    The last symbol of layer i (from 0) is "E" if i is not in `mlp_only_layers` and i + 1 is a multiple of
     `decoder_sparse_step`.
     """
     dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
@@ -35,7 +35,7 @@ def written_ends(cfg: HybridConfig) -> Raw:
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers = raw.get("num_hidden_layers", 32)
     check_layer_types(raw, layers, ("full_attention",), "qwen3")
     return {
@@ -47,17 +47,17 @@ def read(raw: Raw) -> Raw:
 
 
 def read_moe(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers = raw.get("num_hidden_layers", 24)
     return {
         **read({"num_hidden_layers": layers, **raw}),
         "pattern": "".join(f"[*{end}]" for end in ends(raw, layers)),
-        "num_experts": raw.get("num_experts") or raw.get("num_local_experts", 128),  # published files: num_experts
+        "num_experts": raw.get("num_experts") or raw.get("num_local_experts", 128),  # published files have num_experts
     }
 
 
 def write_moe(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     return {**write(cfg), **written_ends(cfg)}
 
 

@@ -1,4 +1,4 @@
-"""Qwen3.5 text models, dense or with experts: Qwen3-Next with a projection for each part of the delta net."""
+"""Qwen3.5 text models, dense or with experts: Qwen3-Next with four input projections in each delta net, not two."""
 
 import dataclasses
 

@@ -44,7 +44,7 @@ DELTA_NET: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     count, interval = raw.get("num_hidden_layers", 48), raw.get("full_attention_interval", 4)
     if type(interval) is not int or interval < 1:
         raise ConversionError(f"full_attention_interval={interval!r}: must be at least 1")
@@ -64,7 +64,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     mixers = [NAMES[symbol] for symbol in flat(cfg)[::2]]
     return {**llama.write(cfg), "layer_types": mixers, **written_ends(cfg), **rope.write(cfg, partial=True)}
 

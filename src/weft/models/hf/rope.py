@@ -48,7 +48,7 @@ def of_table(table: Any, raw: Raw, theta: float, partial: float | None = None, u
     if kind in WITH_FIRST_CONTEXT:
         outside = raw.get("original_max_position_embeddings")
         first = outside or given.get("original_max_position_embeddings") or longest
-        if kind == "dynamic":  # transformers reads no other field for it
+        if kind == "dynamic":  # for dynamic, transformers reads only max_position_embeddings
             first = longest
             given.pop("original_max_position_embeddings", None)
         if first is not None:

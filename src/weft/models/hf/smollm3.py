@@ -8,7 +8,7 @@ from weft.models.hf.llama import ATTENTION, LLAMA, MLP
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
+    """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers, every = raw.get("num_hidden_layers", 36), raw.get("no_rope_layer_interval", 4)
     rotated = raw.get("no_rope_layers") or [(number + 1) % every for number in range(layers)]
     if len(rotated) != layers or any(each not in (0, 1, True, False) for each in rotated if raw.get("no_rope_layers")):
@@ -23,7 +23,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
+    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     rotated = [int(number not in cfg.unrotated) for number in range(flat(cfg).count("*"))]
     theirs = {**llama.write(cfg), **written_windows(cfg), "no_rope_layers": rotated}
     return {**theirs, "use_sliding_window": cfg.sliding_window is not None}

@@ -22,7 +22,7 @@ NESTED = "model.language_model."
 OF_TEXT = (NESTED, "lm_head.", "mtp.")
 OUTSIDE = "language_model."
 UNUSED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""The names of tensors that older releases store. weft computes these tensors instead."""
+"""Matches the names of tensors that older releases of transformers store. weft computes these tensors instead."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Spelling:
     outside: bool = False
 
     def theirs(self, name: str) -> str:
-        """Return a tensor's name in the directory. `name`: its name in the tables."""
+        """Return a tensor's name in the directory. `name`: the tensor's name in the tables."""
         for disk, memory in self.memory:
             name = name.replace(disk, memory)
         if self.nested and name.startswith("model."):
@@ -49,7 +49,8 @@ class Spelling:
         return OUTSIDE + name if self.outside else name
 
     def canonical(self, name: str) -> str | None:
-        """Return a tensor's name in the tables. None: the model does not use it. `name`: its name in the directory."""
+        """Return a tensor's name in the tables, or None if the text model does not use the tensor. `name`: the tensor's
+        name in the directory."""
         if UNUSED.search(name) or (self.nested and not name.startswith(OF_TEXT)):
             return None
         if self.outside and not name.startswith(OUTSIDE):

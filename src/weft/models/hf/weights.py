@@ -25,8 +25,9 @@ from weft.models.model import HybridModel
 
 @torch.no_grad()
 def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] = ()) -> None:
-    """Fill the weights of `model`, sharded or not, from a directory. Each rank reads only its shard.
+    """Fill the weights of `model`, sharded or not, from a directory.
 
+    Each rank reads only the rows that its shard needs. A few tensors, whose layout differs in weft, are read whole.
     Weights keep the dtype that they have in `model`. The other files (config.json, tokenizer, generation settings) are
     kept as `model.origin`. `ignored`: unknown fields of config.json to ignore.
 
@@ -62,8 +63,8 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     changed, config.json is the original, except for the dtype. If either has changed, config.json is new.
 
     Raises `ConversionError` if the family to write is unknown or cannot represent the model, if no family can represent
-    it, if the model is split over several pipeline ranks, if the directory cannot be created, or if the directory
-    already contains a model: old files could be mistaken for new ones.
+    it, if the model is split over several pipeline ranks, or if the directory cannot be created. Also raises it if the
+    directory already contains a model, because old files could be mistaken for new files.
     """
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(
@@ -139,7 +140,7 @@ def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], fil
 
 
 class Renamed:
-    """Passes tensors to `writer`. Changes their names from the names in a family's tables to those of `spelling`."""
+    """Passes tensors to `writer`. Replaces their names in a family's tables by the names that `spelling` gives them."""
 
     def __init__(self, writer: TensorWriter, spelling: Spelling) -> None:
         self.writer, self.spelling = writer, spelling
@@ -152,7 +153,7 @@ class Renamed:
 def _prepare(directory: Path) -> None:
     """Create the directory, or raise `ConversionError` on all ranks.
 
-    Only rank 0 checks it: other ranks might check after rank 0 has begun to write.
+    Only rank 0 checks the directory: another rank might check it after rank 0 has begun to write.
     """
     refusal: ConversionError | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:

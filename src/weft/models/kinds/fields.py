@@ -1,6 +1,6 @@
 """Declares configuration fields, each with its default and the rule for its value.
 
-    hidden_size: int = size(128)   # a docstring follows, which is the field's line in the documentation
+    hidden_size: int = size(128)   # the docstring below the field is its description in the documentation
 
 `check_values` applies the rule of each field. Rules that involve several fields are in the method `check` of the class
 that declares them.

@@ -27,9 +27,9 @@ class Kind(NamedTuple):
     title: str
     """The name in text and tables."""
     key: str
-    """The name of its module, which is also its key in a checkpoint."""
+    """The name of the layer's module, which is also the layer's key in a checkpoint."""
     layer: str
-    """The class that implements it, as "module:Class", where the module is in `weft.models.layers`."""
+    """The class that implements the layer, as "module:Class". The module is in `weft.models.layers`."""
 
 
 KINDS_OF: dict[type, Kind] = {}
@@ -38,7 +38,7 @@ KINDS_OF: dict[type, Kind] = {}
 
 @dataclass(frozen=True)
 class Trunk:
-    """The fields that every model has, whatever its layers.
+    """The fields that every hybrid model has, independent of its kinds of layers.
 
     A subclass declares the fields of one kind of layer (`class Mamba2(Trunk, kind=Kind("M", ...))`). Fields that
     several kinds share are declared in a common base class of these kinds. The method `check` of a class applies the

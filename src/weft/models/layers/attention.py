@@ -68,7 +68,8 @@ class Attention(Block):
         self.heads //= ranks.size
         self.key_value_heads = max(1, self.key_value_heads // ranks.size)
         if self.norm_of == "full":
-            # If ranks share key heads, the mean over all ranks is still right: each head is on equally many ranks.
+            # If ranks share key heads, the mean over all ranks is still right, because each head is on the same number
+            # of ranks.
             for norm in (self.q_norm, self.k_norm):
                 assert norm is not None
                 norm.mean_over_ranks = partial(ranks.mean, first=0, count=ranks.size)
@@ -167,7 +168,7 @@ def attention_over(
     q_NHC, k_NHC, v_NHC = (each.flatten(0, 1) for each in (q_BSHC, k_BTHC, v_BTHC))
     found, places = [q_NHC.new_zeros(0, q_BSHC.shape[2], v_BTHC.shape[3])], []
     for queries, keys in slices.pieces(q_BSHC.device, before):
-        if (window := how.get("window")) is not None:  # all that the window sees
+        if (window := how.get("window")) is not None:  # the keys in the windows of all queries
             keys = keys[:, -(queries.shape[1] + window - 1) :]
         found.append(causal_attention(q_NHC[queries], k_NHC[keys], v_NHC[keys], **how).flatten(0, 1))
         places.append(queries.flatten())
@@ -183,10 +184,8 @@ def attention_over(
 def attention_within(documents: Documents | None, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, **how: Any) -> Tensor:
     """Compute `causal_attention`, separately for each document if `documents` are given.
 
-    `how`: keyword arguments of `causal_attention`.
-
-    Documents of the same length are computed together. The cost grows with the sum of the squared lengths. At padding
-    positions the result is 0.
+    Documents of the same length are computed together. The cost grows with the sum of the squared lengths of documents.
+    At padding positions the result is 0. `how`: keyword arguments of `causal_attention`.
     """
     if documents is None:
         return causal_attention(q_BSHC, k_BTHC, v_BTHC, **how)
@@ -215,7 +214,7 @@ def causal_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax attention. The queries belong to the last S of the T positions. Each query sees its own position
-    and all earlier positions.
+    and all earlier positions, up to `window` positions.
 
     `scale`: multiplies the dot products. None: C^-0.5. `window`: the number of positions that a query sees,
     including its own. None: all. `sinks` [H]: a score per head, which takes part in the softmax like a position whose
@@ -279,7 +278,8 @@ _bands: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
 def _band(window: int, size: int, first: int, like: Tensor) -> Tensor:
     """Return the mask added to a block's scores, [size, first + size + window - 1]: 0 in the window, otherwise -inf.
 
-    Columns below `first` are all 0. All layers and steps share one mask, so autograd saves no copy per layer.
+    The first `first` columns, for sinks, are all 0. All layers and steps share one mask, so autograd saves no copy per
+    layer.
     """
     key = window, size, first, like.dtype, like.device
     if type(like) is not Tensor or torch.compiler.is_compiling():  # a cached plain tensor does not work here
@@ -336,8 +336,8 @@ def _step(q_B1HC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, scale: float | None) -
 
 
 CHANNELS = 8
-"""The number of channels added to a head for its sink. CUDA kernels copy heads if their width is not a multiple of
-8."""
+"""The number of channels added to a head for its sink. It is a multiple of 8, because CUDA kernels copy heads of other
+widths."""
 
 
 def _with_sinks(

@@ -26,8 +26,7 @@ so far, with the model as key."""
 
 
 class Beside(NamedTuple):
-    """The values that a stack of layers passes to each layer's constructor, besides the configuration and the source of
-    initial weights."""
+    """Arguments that a stack passes to each layer's constructor, beside the configuration and the `WeightSource`."""
 
     rotary: RotaryEmbedding | None
     """The rotary embedding that all attention of the stack shares."""
@@ -82,7 +81,7 @@ class Block(nn.Module):
     constructor takes `(cfg, source, beside)`.
 
     With tensor parallelism (`ranks` is set), `forward` takes and returns this rank's positions, [B, S / tp, D]. `mix`
-    takes and returns all positions, [B, S, D]. Its results are summed over the ranks.
+    takes and returns all positions, [B, S, D]. The results of `mix` are summed over the ranks.
     """
 
     graph_scopes: ClassVar[dict[str, tuple[str, Any]]] = {}
@@ -100,8 +99,8 @@ class Block(nn.Module):
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """Return the layer's output [B, S, D] for the normalized input, before `post_norm` and the residual sum.
 
-        `state`: if given, the state after earlier positions. `x_BSD` are then the positions that follow, and the call
-        adds them to the state. With `documents`, no position depends on another document.
+        `state`: if given, the state after earlier positions. `x_BSD` then has only the positions after these, and the
+        call adds them to the state. With `documents`, no position depends on another document.
         """
         raise NotImplementedError
 
@@ -124,7 +123,7 @@ class Block(nn.Module):
         return self._added(x_BSD, state, documents)
 
     def recompute(self) -> None:
-        """Recompute activations in backward."""
+        """Let backward recompute the block's activations, so that forward does not save them."""
         self.recomputes = True
 
     def _added(self, x_BSD: Tensor, state: State | None, documents: Borders | None) -> Tensor:

@@ -34,7 +34,7 @@ def chunked_numbers(numbers_BS: Tensor, length: int) -> Tensor:
 
 
 def entering(numbers_BKL: Tensor, before_B: Tensor | None) -> Tensor:
-    """Return each recurrent state's document number, [B, K + 1]: the number of the last position before the state.
+    """Return, for each recurrent state, the document number of the last position before the state, [B, K + 1].
 
     A row has a state before each of its K chunks, and one after the last chunk. `before_B`: the document number of the
     position before the first chunk. None: there is no such position, and the number of the first state is `NOTHING`.

@@ -5,9 +5,9 @@ S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T   the value stored under key k_t move
 o_t = S_t^T q_t
 
 `delta_stepwise` computes these three lines. `delta_chunked` computes the same in chunks of L positions. The updates in
-a chunk depend on each other through a triangular system (the UT transform, arXiv:2406.06484, section 3). This system is
-solved for all chunks at once. Only the states are computed chunk after chunk. If document numbers are given, the decay
-into the first position of each document is 0.
+a chunk depend on each other through a triangular system (the UT transform, arXiv:2406.06484, section 3). The systems of
+all chunks are solved at once. Only the states are computed one chunk after another. If document numbers are given, the
+decay into the first position of each document is 0.
 
 The decay g is one number per head, or one number per channel of a head's key (`kimi_delta`).
 
@@ -202,8 +202,8 @@ def delta_chunked(
         S = fade * S + k_L @ written[-1]
 
     if slices is not None:
-        # The state S before a slice adds T S to each state in the slice. T is computed chunk after chunk, as the states
-        # are.
+        # The state S before a slice adds T S to each state in the slice. Each chunk has another T. Like the states, the
+        # matrices T are computed one chunk after another.
         T = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(*S.shape[:-1], -1)
         of_first = []
         for w_L, k_L, fade in zip(w.unbind(3), to_end, fades):

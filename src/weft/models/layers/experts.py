@@ -74,7 +74,7 @@ class Experts(MoE):
             self.router.share_positions(ranks.stacked)
 
     def recompute(self) -> None:
-        """Recompute the experts' activations in backward.
+        """Let backward recompute the experts' activations, so that forward does not save them.
 
         If the number of rows is fixed (`pad_to_capacity`) and `ranks` is None, backward recomputes only the module
         `experts`, and `weft.Graphs` captures the recomputation too. Otherwise, backward recomputes `run_experts`.

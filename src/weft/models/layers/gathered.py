@@ -5,8 +5,9 @@
 
     exchanged   forward     send keys and values       meanwhile: queries, send them   attention, send its output back
 
-Gathered keys and values, masks and scores over whole rows are not saved for backward. A rank saves only its own
-positions. With exchanged heads, a rank saves its heads at all positions. Both ways save the same amount.
+With gathered keys and values, a rank saves only its own positions for backward: neither the gathered tensors, nor masks
+and scores over whole rows. With exchanged heads, a rank saves its heads at all positions. Both save about the same
+number of bytes if the number of ranks divides the number of key heads.
 """
 
 import math
@@ -94,7 +95,7 @@ class Exchanged:
         return self._slices.exchanging_back(attention(*coming(), *parts))()
 
     def before(self, output: Tensor) -> Tensor:
-        """Return `output`. Unlike in `Gathered.before`, backward has nothing to gather."""
+        """Return `output` unchanged. Unlike `Gathered.before`, this method starts no transfer in backward."""
         return output
 
 

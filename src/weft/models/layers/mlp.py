@@ -19,15 +19,15 @@ from weft.overlap import Crossing
 
 
 class MLP(FeedForward):
-    """The dense MLP at the end of a logical layer (see `weft.models.pattern`). It runs in the layer's stage "experts"
-    (see `weft.overlap.StagedLayer`)."""
+    """The dense MLP at the end of a logical layer (see `weft.models.pattern`). The MLP runs in the layer's stage
+    "experts" (see `weft.overlap.StagedLayer`)."""
 
     graph_scopes: ClassVar = {"forward": ("mlp", None), "join": ("finish", ("post_norm",))}
     dispatcher: Dispatcher | None = None
     ranks: TensorRanks | None = None
     recomputes = False
-    """Whether backward recomputes `run_experts`. Without `ranks` it recomputes only `forward`, which graphs may
-    capture."""
+    """Whether backward recomputes `run_experts`. If `ranks` is None, backward recomputes only `forward`, which
+    `weft.Graphs` may capture."""
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(
@@ -51,7 +51,7 @@ class MLP(FeedForward):
         return Crossing(normed(self.norm, x_BSD), {"residual": x_BSD})
 
     def recompute(self) -> None:
-        """Recompute activations in backward."""
+        """Let backward recompute the MLP's activations, so that forward does not save them."""
         self.recomputes = True
 
     def forward(self, x: Tensor) -> Tensor:

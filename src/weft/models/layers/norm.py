@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` normalized and scaled, in its dtype."""
+        """Return `x`, normalized and multiplied by the weight, in the dtype of `x`."""
         weight = part(self, "weight")
         if not self.zero_centered and self.mean_over_ranks is None:
             return F.rms_norm(x, weight.shape, weight, self.eps)
@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """A norm with a gate, before the last projection of recurrent layers. It is computed in at least fp32.
+    """A norm with a gate, before the last projection of recurrent layers. The norm is computed in at least fp32.
 
     gate_first=True                  y = w * norm(x * silu(gate))       Mamba-2
     gate_first=False                 y = w * norm(x) * silu(gate)       gated delta net; Mamba-2 if configured

@@ -27,7 +27,7 @@ class Positions:
     """
 
     knows_graphs = True
-    """Tells `weft.Graphs` that it may capture modules inside this context. The graphs read a copy of `whole`."""
+    """Allows `weft.Graphs` to capture modules inside this context. The graphs read a copy of `whole`."""
     _dim = 1
 
     def __init__(self, ranks: TensorRanks | None, part: Tensor) -> None:
@@ -58,7 +58,7 @@ class Positions:
     def scatter(self, x: Tensor) -> Tensor:
         """Sum `x` over the ranks and return this rank's positions of the sum.
 
-        `x`: a tensor that was computed from `whole`. For backward, see `before`.
+        `x`: a tensor that was computed from `whole`. `before` describes the backward.
         """
         return x if self._ranks is None else self._ranks.scatter(self.before(x))
 

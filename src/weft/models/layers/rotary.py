@@ -36,10 +36,11 @@ class RotaryEmbedding(nn.Module):
     - `scaling`: a dict like `HybridConfig.rope_scaling`. Its "rope_type" is a name in the table at the top of this
       file, and its other entries are the parameters of this type. None: no scaling.
     - `interleave`: whether a pair has the elements 2i and 2i + 1, not i and i + width / 2.
-    - The attribute `local`: the `RotaryEmbedding` of layers with a window, or None if these layers use this one.
+    - The attribute `local`: the `RotaryEmbedding` of layers with a window, or None if these layers use this instance.
 
     All layers of a stack share one instance. `cos` and `sin` are buffers [positions, width] that are not saved in
-    checkpoints. They grow if a sequence has more positions. They stay in fp32 if the module is cast to half precision.
+    checkpoints. They grow when a sequence is longer than the buffers. They stay in fp32 if the module is cast to half
+    precision.
     """
 
     cos: Tensor

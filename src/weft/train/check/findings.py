@@ -49,8 +49,8 @@ class Seen:
     - `losses`: index -> loss, for this rank's microbatches. The indices count the microbatches of all ranks.
     - `norm`: the norm that clipping computed.
     - `clipped`: the gradients after clipping.
-    - `squares`: for each parameter, the squared norm that clipping computes if this parameter's gradient is all ones
-      and all other gradients are 0.
+    - `squares`: for each parameter, the squared norm that clipping computes if all elements of this parameter's
+      gradient are 1 and all other gradients are 0. It must be the number of elements.
     - `factor`: the factor by which clipping must scale the gradients.
     - `marks`: for each parameter, text that says how it is sharded.
     - `missing`: parameters that have no gradient on this rank, although the step on one rank computes a nonzero one.
@@ -149,10 +149,11 @@ def _gradients(alone: Alone, seen: Sequence[Seen]) -> list[str]:
 def _explained(
     expected: Tensor, here: dict[int, Tensor], wrong: list[int], without: list[int], seen: Sequence[Seen]
 ) -> str:
-    """Return why the gradient is wrong: the axis over which it is not reduced, the factor by which it is wrong, or the
-    ranks on which it is wrong.
+    """Return why a parameter's gradient is wrong: the axis over which it is not reduced, the factor by which it is
+    wrong, or the ranks on which it is wrong.
 
-    `here`: rank -> gradient. `without`: ranks without a gradient.
+    `expected`: the gradient on one rank. `here`: rank -> gradient. `wrong`: ranks whose gradient differs from
+    `expected`. `without`: the ranks of `wrong` that have no gradient.
     """
     if without:
         return f"it is missing on {_ranks(without, seen)}. A parameter that trains must get its gradient on every rank."

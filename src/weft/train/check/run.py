@@ -27,7 +27,7 @@ from weft.train.task.sharding import meshes_of
 from weft.train.task.text import TextTask, hybrid
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The axes of the dense view of `weft.mesh`. Consecutive ranks differ in the last one."""
+"""The axes of the dense view of `weft.mesh`. Consecutive ranks are neighbors along the last axis."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def _microbatches(config: TrainConfig, ranks: int) -> int:
 
 
 def _microbatch(config: TrainConfig, number: int) -> dict[str, Any]:
-    """Return a microbatch of random tokens, some without a label. If the configuration keeps documents separate, the
-    microbatch has random documents."""
+    """Return microbatch `number`: random tokens, some without a label, [microbatch, sequence]. If the configuration
+    keeps documents separate, the microbatch also has random documents."""
     generator = torch.Generator().manual_seed(number)
     shape = (2, config.train.microbatch_size, config.data.sequence_length)
     tokens, labels = torch.randint(config.hybrid.vocab_size, shape, generator=generator).unbind()
@@ -107,7 +107,8 @@ def _microbatch(config: TrainConfig, number: int) -> dict[str, Any]:
 
 
 def _quiet(model: HybridModel) -> HybridModel:
-    """Select the loop backend of all experts. In fp64 they use it anyway, but would warn for each kind of layer."""
+    """Select the backend "loop" for all experts. In fp64, experts fall back to this backend, but with a warning for
+    each kind of layer."""
     for module in model.modules():
         if isinstance(module, GroupedExperts):
             module.backend = "loop"
@@ -169,8 +170,8 @@ def _on_rank(config: TrainConfig, rank: int, ranks: int, rows: list[dict[str, An
 
 
 def _squares(model: nn.Module, names: Iterable[str]) -> dict[str, float]:
-    """Return, by parameter name, the squared norm that clipping computes if this parameter's gradient is all ones and
-    all others are 0."""
+    """Return, by parameter name, the squared norm that clipping computes if all elements of this parameter's gradient
+    are 1 and all other gradients are 0."""
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)

@@ -31,7 +31,7 @@ class Batches:
     orders of all epochs. Step k has the same `global_batch_size` sequences for any `dp_size`.
 
     - `tokens`: the text as a 1-D token array, or several texts, which are mixed by `weights`.
-    - `vocabulary`: tokens must be smaller than this number. None: this is not checked.
+    - `vocabulary`: the vocabulary size, which all tokens must be below. None: tokens are not checked.
     - `held`: the validation texts. `load_state_dict` checks that they are the same in a resumed run.
     - `cut`: a function that returns this context-parallel rank's part of a microbatch.
     """
@@ -147,9 +147,9 @@ def _weights(labels: np.ndarray) -> np.ndarray:
 class Validation:
     """A fixed set of `batches` global batches, evenly spread over the validation tokens.
 
-    Iterating yields this rank's microbatches of the set. All ranks have equally many. The set does not depend on
-    `dp_size`. If the tokens are too few for `batches` batches, the set has fewer. Raises ConfigError if they are too
-    few for one batch.
+    Iterating yields this rank's microbatches of the set, equally many on every rank. The set does not depend on
+    `dp_size`. If there are too few tokens for `batches` batches, the set has fewer batches. Raises ConfigError if there
+    are too few tokens for one batch.
     """
 
     def __init__(

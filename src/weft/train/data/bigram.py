@@ -7,8 +7,8 @@ import numpy as np
 
 _CHUNK = 1 << 22
 _DENSE = 1 << 24
-"""If at most this many different pairs are possible, an array has a count for each of them. Otherwise the pairs of the
-text are sorted and counted."""
+"""If at most this many different pairs of tokens are possible, an array holds a count for each possible pair. Otherwise
+the pairs that occur in the text are sorted and counted."""
 
 STRENGTHS = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
 """The strengths (weights of the unigram frequencies) from which `Bigram.fit` chooses one."""
@@ -28,7 +28,7 @@ class Bigram:
     counts: np.ndarray
     """The count of each pair in `codes`, int64."""
     rows: np.ndarray
-    """The number of pairs that begin with each token, [vocab_size]."""
+    """For each token, the number of pairs in the text that begin with it, [vocab_size]."""
     unigram: np.ndarray
     """P(next), [vocab_size]."""
     strength: float
@@ -38,8 +38,8 @@ class Bigram:
     def fit(cls, tokens: np.ndarray, vocab_size: int, *, strengths: Sequence[float] = STRENGTHS) -> "Bigram":
         """Fit a table to 1-D `tokens`. Raises ValueError for fewer than two tokens.
 
-        The strength is chosen from `strengths`. For each of them, a table is fitted to the first nine tenths of the
-        tokens. The strength whose table best predicts the last tenth is chosen.
+        To choose the strength, a table is fitted to the first nine tenths of the tokens for each of `strengths`. The
+        strength whose table best predicts the last tenth is chosen.
         """
         if len(tokens) < 2:
             raise ValueError(f"a bigram table needs at least 2 tokens, got {len(tokens)}")

@@ -51,7 +51,7 @@ class Part:
     """For conversations, the vocabulary's size; tokens from this number on are not labels (see `answers`). None for
     other texts."""
     name: str = "data.paths"
-    """The setting that names the text, with its value. For messages."""
+    """The setting that names the text, with the value of the setting, for messages."""
 
 
 def cache_folder(name: str) -> Path:

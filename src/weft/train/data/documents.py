@@ -40,7 +40,9 @@ class Document(NamedTuple):
     validates: bool
     """Whether the document is for validation."""
     begins: bool
+    """Whether the piece begins a document of its part; False if it continues the previous piece of the part."""
     ends: bool
+    """Whether the piece ends at the end of its document."""
     done: float
     """The fraction of all text that has been read, including this document."""
     place: str

@@ -2,7 +2,7 @@
 
 A four-round Feistel network permutes the numbers of 2k bits. Results outside 0 .. count-1 go through the network again
 until they are inside ("cycle walking", Black and Rogaway 2002). Any rank can compute any part of the order without
-computing the rest. The order does not depend on the version of a library.
+computing the rest. The order does not depend on the version of any library.
 """
 
 import numpy as np

@@ -31,7 +31,7 @@ _SLOTS = 1000
 
 
 class Windows:
-    """Tokens cut into sequences. The last label of a sequence is the first token of the next.
+    """A text cut into sequences of `length` tokens. The last label of a sequence is the first token of the next.
 
     Tokens at the end that do not fill a sequence are left out.
     """
@@ -66,9 +66,9 @@ class WholeDocuments:
     """Sequences that hold as many whole documents as fit. A document longer than a sequence is cut, and its last piece
     is packed with the next documents.
 
-    `apart`: whether documents are separate, so that none predicts the first token of the next. If they are, a document
-    of one token has no label. Sequences without any label are left out, because a step without labels would have no
-    mean loss.
+    `apart`: whether documents are separate, so that none predicts the first token of the next. If documents are
+    separate, a document of one token has no label. Sequences without any label are left out, because a step without
+    labels would have no mean loss.
     """
 
     def __init__(self, part: Part, length: int, *, apart: bool = True) -> None:
@@ -102,8 +102,8 @@ class WholeDocuments:
 
 
 def _packed(part: Part, room: int) -> np.ndarray:
-    """Return the start and end of each sequence, [sequence, 2], at most `room` apart. Sequences of one token are left
-    out."""
+    """Pack the documents of a text into sequences of at most `room` tokens. Return the offsets of the start and the end
+    of each sequence, int64 [sequence, 2]. Sequences of one token are left out."""
     found: list[tuple[int, int]] = []
     begin = reach = 0
     for end in [*part.starts[1:].tolist(), len(part.tokens)]:
@@ -146,11 +146,11 @@ def sequences(
 
 
 class Mixture:
-    """Several texts, mixed by weight. Of every thousand sequences, each text supplies a share in proportion to its
-    weight, spread evenly over the thousand.
+    """Several texts, mixed by weight. Of every thousand sequences, each text supplies a number in proportion to its
+    weight, evenly spread over the thousand.
 
-    `place` returns which text is at a position in the mixture. The caller chooses a sequence of this text, and passes
-    the index of the text and the index of the sequence to the other methods.
+    `place` returns the text at a position in the mixture. The caller chooses a sequence of this text, and passes the
+    index of the text and the index of the sequence to the other methods.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Mixture:
             self.turns[self.slots == text] = np.arange(self.shares[text])
 
     def place(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each position, the index of its text, and how many earlier positions have the same text."""
+        """Return, for each position, the index of its text, and the number of earlier positions with the same text."""
         rounds, slots = np.divmod(positions, len(self.slots))
         texts = self.slots[slots]
         return texts, rounds * np.asarray(self.shares)[texts] + self.turns[slots]
@@ -201,13 +201,14 @@ class Mixture:
             numbers[texts == text] = self.texts[text].documents(indices[texts == text])
         found = torch.from_numpy(numbers)
         labels = labels.where(found[:, 1:] == found[:, :-1], NO_LABEL)
-        # A document that is cut off at the end of a row has a label for its last position: the token after the row.
+        # The last position of a row has a label, the token after the row, if that token is in the same document.
         documents = replace(Documents.from_ids(found[:, :-1]), continues=True)
         return {"tokens": tokens, "labels": labels, "documents": documents}
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Return each text's share of a thousand, by the largest remainder method. A single text has share 1."""
+    """Return the number of sequences of each text in a thousand, by the largest remainder method. For a single text,
+    return [1]."""
     if len(weights) == 1:
         return [1]
     total = sum(weights)

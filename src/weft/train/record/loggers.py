@@ -95,7 +95,7 @@ _KNOWN = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise ConfigError if a logger in `names` cannot be used. A missing TensorBoard is no error."""
+    """Raise ConfigError if a logger in `names` cannot be used. It is not an error if TensorBoard is not installed."""
     for name in names:
         if ":" in name:
             found = imported("run.loggers", name)
@@ -114,7 +114,8 @@ def check(names: Sequence[str]) -> None:
 def open_loggers(
     names: Sequence[str], folder: Path, resumed_step: int, settings: Mapping[str, Any]
 ) -> tuple[list[Logger], str | None]:
-    """Return the loggers, and a line to print if TensorBoard is in `names` but not installed, otherwise None."""
+    """Return the loggers, and a line to print if `names` contains "tensorboard" but TensorBoard is not installed.
+    Otherwise the line is None."""
     found: list[Logger] = []
     note = None
     for name in names:

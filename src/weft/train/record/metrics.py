@@ -22,7 +22,7 @@ from weft.train.record.loggers import Logger, open_loggers
 
 FILE = "metrics.jsonl"
 _LONGEST = 64 << 20
-"""The longest line that is read, in bytes. The norms of all parameters of a large model take a few million."""
+"""The longest line that is read, in bytes. The norms of all parameters of a large model take a few million bytes."""
 
 
 class Metrics:
@@ -131,8 +131,8 @@ def _readable(values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a run in order. Skips lines that a crash left incomplete, and lines that `Metrics` cannot
-    have written."""
+    """Return the records in a run's metrics.jsonl, in the order of the file. Skips lines that a crash left incomplete,
+    and lines that `Metrics` cannot have written."""
     records = []
     with suppress(FileNotFoundError), (Path(run_directory) / FILE).open("rb") as stream:
         # A line without a newline is incomplete, or longer than any that `Metrics` writes.

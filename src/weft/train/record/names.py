@@ -1,4 +1,4 @@
-"""Names of logged numbers. The training loop reserves some of them, and your loss may use all others."""
+"""Names of logged numbers. The training loop reserves some names, and your loss may use all others."""
 
 _OF_LOOP = frozenset(
     (

@@ -115,8 +115,8 @@ class Progress:
             self._live = None
 
     def update(self, step: int, **values: float) -> None:
-        """Show that `step` optimizer steps are done, and show `values`. The panel keeps the last number of each value
-        that a call does not pass."""
+        """Show that `step` optimizer steps are done, and show `values`. If a call leaves out a value, the panel still
+        shows the last number of this value."""
         if step != self._step:
             self._times.append((step, time.monotonic()))
         self._step = step

@@ -49,7 +49,7 @@ class Account:
         self._stages, self._writes = Stages(task.model), dist.get_rank() == 0
         self._parameters = self._stages.count_parameters()
         self._facts: dict[str, Any] = {}
-        """The facts that `begin` has collected and `keep_start` has not yet written."""
+        """The facts that `begin` has collected; empty after `keep_start` has written them."""
 
     def begin(self, step: int) -> None:
         """Print and collect facts at the start of a run (`step` is 0), or when it resumes from `step`.
@@ -89,8 +89,8 @@ class Account:
         if not self._facts:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        # A run keeps its name, because a resume finds the run by it. The configuration with which the run resumes may
-        # have another name.
+        # A run keeps its name, by which a resume finds the run. The configuration with which the run resumes may have
+        # another name.
         run = dataclasses.replace(self._config.run, name=recorded_name(self._folder) or self._config.run.name)
         config = dataclasses.replace(self._config, run=run)
         replace_text(self._folder / CONFIG, to_toml(config, own_task=self._has_own_task))

@@ -21,8 +21,8 @@ Loads = Mapping[str, Sequence[Sequence[int]]]
 def expert_load(steps: Sequence[int], loads: Loads) -> Draw:
     """Draw the number of assignments of each expert over the steps, one panel per layer.
 
-    The number is divided by the mean of the layer's experts: 1 is balanced. At most `LAYERS_SHOWN` layers are
-    drawn, evenly spaced.
+    Each number is divided by the mean over the layer's experts, so 1 is a balanced load. At most `LAYERS_SHOWN` layers
+    are drawn, evenly spaced in the model.
     """
     names = list(loads)
     if len(names) > LAYERS_SHOWN:

@@ -59,7 +59,8 @@ def commit() -> str | None:
 
 
 def command() -> str:
-    """Return the shell command that started this run. Ranks that `weft train` starts have that command's arguments."""
+    """Return the shell command that started this run. A rank that `weft train` started returns its parent's command,
+    because both have the same arguments."""
     program = Path(sys.argv[0])
     is_weft = program.name == "weft" or program.parts[-2:] == ("weft", "__main__.py")
     words = ["-m", "weft"] if is_weft else [sys.argv[0]]

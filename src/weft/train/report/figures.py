@@ -1,7 +1,8 @@
 """Pictures of a run, each drawn for light and for dark pages.
 
 Each function returns a `Draw`, which draws with the colors of a `Theme`. `render` turns a `Draw` into SVG or PNG. The
-same numbers give the same bytes. Sizes are chosen for phones: in a picture as wide as the screen, text has 10 points.
+same numbers give the same bytes. Sizes are chosen for phones: in a picture as wide as the screen, text is 10 points
+high.
 """
 
 import io
@@ -249,7 +250,7 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the mean of up to `window` values around each point, without NaN."""
+    """Return the mean of the finite values among `window` values around each point. NaN if none of them is finite."""
     known = np.isfinite(values)
     kernel = np.ones(window)
     counts = np.convolve(known, kernel, mode="same")

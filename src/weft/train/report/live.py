@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _SHARE = 20
-"""The least time between the starts of two reports, as a multiple of the time that the first of the two took."""
+"""The minimum time between the starts of two reports, as a multiple of the time that the first one took."""
 _LAST_S = 60.0
 
 

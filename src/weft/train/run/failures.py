@@ -6,8 +6,8 @@ from weft.checkpoint import CheckpointError
 from weft.errors import StorageError
 
 SUCCESS, FAILURE, WRONG_CALL, INTERRUPTED, NOT_BEGUN = range(5)
-"""Exit codes. INTERRUPTED: the run was asked to stop, and its last step is saved. NOT_BEGUN: it was asked to stop
-before there was anything to save."""
+"""Exit codes. INTERRUPTED: the run was asked to stop, and its last step is saved. NOT_BEGUN: the run was asked to stop
+before it had anything to save."""
 
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 

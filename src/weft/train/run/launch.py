@@ -45,7 +45,7 @@ any other error, which needs its traceback."""
 
 _POLL_S = 0.05
 _GRACE_S = 3.0
-"""How long, in seconds, the other ranks may take after the first failure to report why they failed."""
+"""Seconds after the first failure in which the other ranks may report why they fail. Then they are killed."""
 
 
 def launch(
@@ -153,7 +153,8 @@ class _Supervisor:
         self.ranks: list[_Rank] = []
         self.requests = requests
         self.died: list[_Rank] = []
-        """Ranks that ended with an error, in the order in which this process noticed. It did not kill any of them."""
+        """Ranks that ended with an error, in the order in which this process noticed. Ranks that it killed itself are
+        left out."""
         self.error = ""
         """The message of the error whose traceback was printed; empty if none was."""
 

@@ -28,6 +28,7 @@ _ANSWER_S = 1.0
 COUNT = "count"
 """The key of the number of ranks that have arrived. The number is negative after a rank has withdrawn."""
 _AWAY = 1 << 32
+"""The number that a rank subtracts from `COUNT` to withdraw."""
 _STORE_TIMEOUT = timedelta(minutes=30)
 
 Answer = TypeVar("Answer")
@@ -133,9 +134,10 @@ class _Wait:
         self.left: float | None = None
 
     def is_over_for_others(self, withdrawn: bool) -> bool:
-        """Return whether the withdrawal of another rank is final, which it is if each call in one second saw it.
+        """Return whether another rank has withdrawn for good: all calls for more than a second saw a withdrawal.
 
-        `withdrawn`: whether `COUNT` is negative now. Within this second, the other rank's `_leave` may undo it.
+        `withdrawn`: whether `COUNT` is negative now. Within this second, the other rank's `_leave` may undo its
+        withdrawal.
         """
         if not withdrawn:
             self.left = None

@@ -46,7 +46,7 @@ class Peers:
         self._default_store = dist.distributed_c10d._get_default_store()
         for work, name in ((self._answer_all, "answers"), (self._learn, "addresses")):
             threading.Thread(target=work, daemon=True, name=f"weft-{name}").start()
-        self._announced.wait(_ANSWER_S)  # so that two `Peers` in one process get their numbers in order
+        self._announced.wait(_ANSWER_S)  # so that the n-th `Peers` of each process gets the same number on all ranks
 
     @property
     def store_is_silent(self) -> bool:
@@ -63,8 +63,8 @@ class Peers:
             self._listening.close()
 
     def ask(self, patience: float) -> dict[int, dict[str, Any] | None]:
-        """Return the state of each other rank. None for a rank that does not answer within `patience` seconds, or whose
-        address is unknown."""
+        """Return the state of each other rank, by rank. The state is None for a rank that does not answer within
+        `patience` seconds, or whose address is unknown."""
         return self._each(lambda rank: self._send(rank, {"kind": _ASK}, patience))
 
     def tell(self, message: Mapping[str, Any], patience: float) -> None:

@@ -170,8 +170,8 @@ def refuse_described_task(directory: Path) -> None:
 
 
 def _describes_task(directory: Path) -> bool | None:
-    """Return whether the configuration of a run describes its model and data, or None if it cannot be read (another
-    function reports this)."""
+    """Return whether the configuration of a run describes its model or data. Return None if the file cannot be read,
+    which other functions report."""
     try:
         tables = read_tables(directory)
     except (OSError, ValueError):
@@ -222,9 +222,10 @@ def _new_run(config: RunConfig, command: str | None) -> Run:
 
 
 def _runs_of_name(config: RunConfig) -> list[Path]:
-    """Return the existing runs of the name `config.name`, oldest first.
+    """Return the directories of the existing runs named `config.name`, oldest first.
 
-    Their config.toml records whether `exp-2` is the second run of `exp` or the first run of `exp-2`.
+    The config.toml of a run records its name, so a directory `exp-2` can be the second run of `exp` or the first run of
+    `exp-2`.
     """
     folder = Path(config.directory)
     if not folder.is_dir():

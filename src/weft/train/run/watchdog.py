@@ -9,11 +9,13 @@ takes longer than the limit counts as a hang. A rank without progress for longer
     a rank is not in a collective                the rank hangs there, and the others wait for it
     all are in collectives                       the ranks wait for each other
 
-The hang detector (`weft.comm.watch`) is a separate thread. It tells the watchdog what a rank waits for.
-The detector uses the job's store, because outside of runs the ranks have no other connection. A request to a store
-whose host is stopped never returns. In that case the watchdog must end the process. Therefore the watchdog is another
-thread, which does not use the store. The first rank that knows the cause of a hang sends it to the others, so that all
-print the same line. A rank that fails sends the cause of its failure too.
+The hang detector (`weft.comm.watch`) is a separate thread, which tells the watchdog what a rank waits for. The detector
+uses the job's store, because outside of runs the ranks have no other connection. If the host of the store is stopped, a
+request to the store never returns. The watchdog must end the process even then, so it is another thread, which does not
+use the store.
+
+The first rank that knows the cause of a hang sends the cause to the other ranks, so that all print the same line. A
+rank that fails sends the cause of its failure too.
 """
 
 import os
@@ -37,7 +39,7 @@ _MOMENT_S = 2.0
 _GRACE_S = 3.0
 """When another rank has sent why it failed, the watchdog waits this many seconds before it ends its own rank."""
 _COMPUTES = 0.01
-"""A thread computes if it uses more than this fraction of a core. A thread that polls uses a tenth of that."""
+"""A thread that uses more than this fraction of a core is computing. A thread that polls uses a tenth of this."""
 _COLLECTIVE = (
     os.path.join("torch", "distributed"),
     os.path.join("weft", "comm"),
@@ -192,7 +194,7 @@ def _in_operation(operation: str, seconds: float) -> str:
 
 
 def _seconds_of(thread: int) -> float:
-    """Return the CPU seconds of a thread. Return 0 if the thread has ended: its clock must not be read then."""
+    """Return the CPU seconds of a thread. Return 0 if the thread has ended: reading its clock might crash Python."""
     if thread not in sys._current_frames():
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))

@@ -78,7 +78,8 @@ class _Rank:
         self.watchdog: Watchdog | None = None
         """The watchdog; None before the ranks have met."""
         self.trains = False
-        """Whether the setup is complete: later, only a ConfigError is an error of the configuration."""
+        """Whether the setup is complete. During setup, every error for which `is_refusal` is true counts as an error of
+        the configuration; afterwards, only a ConfigError does."""
 
     def say(self, line: str) -> None:
         print(f"weft train: rank {self.number}: {line}", file=sys.stderr, flush=True)
@@ -112,8 +113,8 @@ class _Rank:
     def end(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
-        # A normal exit joins communication threads. It can wait for ranks that wait for this one, and has been
-        # seen to abort after all work was done.
+        # A normal exit joins communication threads. These may wait for ranks that wait for this rank, and such an exit
+        # has aborted after all work was done.
         os._exit(code)
 
 

@@ -80,7 +80,7 @@ def end_with_interpreter() -> None:
 
     from weft.mesh import forget_meshes
 
-    begun = weakref.ref(dist.group.WORLD)  # weak, so that an earlier destroy ends the threads
+    begun = weakref.ref(dist.group.WORLD)  # weak, so that destroying the group earlier ends its threads
 
     def end() -> None:
         if dist.is_initialized() and dist.group.WORLD is begun():

@@ -12,7 +12,7 @@ class DataConfig:
     """[data]: the text, how it is tokenized, and how tokens are divided into sequences."""
 
     kind: Literal["text", "jsonl", "messages", "parquet", "datasets", "tokens"] = "text"
-    """Format of `paths`: "text", "jsonl", "messages" (JSON lines), "parquet", "datasets" (save_to_disk) or "tokens"."""
+    """Format: "text", "jsonl", "messages" (chats, JSON lines), "parquet", "datasets" (save_to_disk) or "tokens"."""
     paths: tuple[str, ...] = ()
     """Files or folders, relative to the working directory; empty: Python's standard library."""
     include: tuple[str, ...] = ("*",)
@@ -20,9 +20,9 @@ class DataConfig:
     field: str = "text"
     """Field that holds the text of a record (jsonl, parquet, datasets). For "messages", the default is "messages"."""
     weights: tuple[float, ...] = ()
-    """Relative frequency of the sequences of each of `paths`; empty: all `paths` together are one text."""
+    """Mixing weights: how often sequences of each of `paths` occur; empty: all `paths` together are one text."""
     separator: str = ""
-    """Text after each document, such as a tokenizer's end token; empty: none."""
+    """Text to append to each document, such as the tokenizer's end token; empty: none."""
     packing: Literal["stream", "whole"] = "stream"
     """"stream": documents follow each other and are cut anywhere; "whole": sequences contain whole documents."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
@@ -36,7 +36,7 @@ class DataConfig:
     validation_fraction: float = 0.05
     """Fraction of the text that is held out for validation. The held-out text is the same for every seed."""
     seed: int = 0
-    """Seed of the order in which training sequences are seen."""
+    """Seed of the order of the training sequences."""
     factory: str = ""
     """With `model.factory`: path of a function (rank, ranks) -> iterable of microbatches, which replaces the text."""
     validation_factory: str = ""

@@ -43,7 +43,7 @@ class LoopConfig:
     parameter_norms_every: int = 0
     """Steps between two records of the norm of each parameter and of its gradient; 0: none."""
     quantization_shares_every: int = 0
-    """With a quantized `precision`: steps between two records of saturated and underflowed weights by unit; 0: none."""
+    """With a quantized `precision`: steps between records of each unit's saturated and underflowed weights; 0: none."""
     profile_step: int = 0
     """First step that torch's profiler records; each rank writes a trace. 0: none."""
     profile_steps: int = 3
@@ -53,7 +53,7 @@ class LoopConfig:
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in backward instead of saving them."""
     pipeline_schedule: str = ""
-    """Name or file; empty: "combined" with `overlap`, "interleaved" if chunks > 1, or "1f1b". pp = 1: only "paired"."""
+    """Name or file; empty: "combined" (overlap), "interleaved" (chunks > 1) or "1f1b". With pp = 1, only "paired"."""
     recompute_every: int = 1
     """With `activation_checkpointing`: recompute every n-th layer."""
     keep_products: bool = False
@@ -73,11 +73,11 @@ class LoopConfig:
     watchdog: float = 600.0
     """Seconds without progress after which the run ends and names the rank that hangs; 0: never."""
     buffers: Literal["broadcast", "mean", "own"] = "broadcast"
-    """Your model's buffers (running statistics) after a step: "broadcast" rank 0's, take the "mean", or keep "own"."""
+    """Your model's buffers (running statistics) after a step: "broadcast" (of rank 0), "mean", or each rank's "own"."""
     cross_documents: bool = False
     """With `data.packing = "whole"`: let the documents of a sequence attend to each other."""
     expert_bias_rate: float = 1e-3
-    """With `model.expert_bias`: how far one step moves an expert's bias towards a balanced load."""
+    """With `model.expert_bias`: how much a step raises biases of experts below the mean load and lowers the others."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "microbatch_size", "validation_batches", "log_every"):

@@ -48,7 +48,7 @@ class RunConfig:
     units: dict = field(default_factory=dict)
     """Units of measurement of the named scalars that your loss returns: {accuracy = "%"}."""
     renumber: bool = False
-    """Allow resuming with the same layers grouped differently, such as `*-*E` after `[*-][*E]`."""
+    """Allow resuming with a pattern that groups the same layers differently, such as `*-*E` after `[*-][*E]`."""
     weights: str = ""
     """Weights that a new run starts from: a run, a checkpoint or a model directory; empty: freshly initialized."""
 

@@ -20,7 +20,7 @@ class ShardingConfig:
     outer_strategy: Literal["no_shard", "optim"] = "no_shard"
     """With `dp_replicate`: "optim" also shards the optimizer state over the groups (HFSDP)."""
     ep: int = 1
-    """Ranks per copy of the experts; they exchange tokens. Must divide dp_replicate x dp_shard x cp x tp / etp."""
+    """Number of ranks that share a copy of the experts. Must divide dp_replicate x dp_shard x cp x tp / etp."""
     cp: int = 1
     """Number of ranks that share every sequence (context parallelism). Each rank has two slices of each sequence."""
     tp: int = 1
@@ -36,9 +36,9 @@ class ShardingConfig:
     offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory."""
     prefetch_bytes: int | None = None
-    """Most bytes of weights to gather ahead; unset: the next unit or bucket, or two units with `overlap` or `pp`."""
+    """Most bytes of weights gathered ahead; unset: the next unit or bucket, or two units with `overlap` or `pp`."""
     bucket_bytes: int | None = None
-    """Adjacent units of up to this many bytes in total share a message; 0: none do; unset: weft chooses."""
+    """Adjacent units of up to this many bytes in total are gathered and reduced together; 0: none; unset: automatic."""
     max_live_reduce_buffers: int = 2
     """Number of units whose unreduced gradients may be in memory at once; with 1, backward waits for each reduction."""
     separate_all_gather_group: bool = False

@@ -21,7 +21,7 @@ PRODUCTS = [
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 ]
-"""Operators whose outputs are not recomputed with `train.keep_products`."""
+"""Operators whose outputs `train.keep_products` saves instead of recomputing."""
 
 Row = nn.ModuleList | nn.Sequential
 Place = tuple[Row, int]

@@ -111,7 +111,8 @@ class OwnTask:
 
 
 class _Validation:
-    """A validation set. Every iteration over it, not only the first, raises ConfigError if it yields nothing."""
+    """A validation set. An iteration that yields nothing raises ConfigError, even if earlier iterations yielded
+    microbatches."""
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source = source
@@ -266,7 +267,7 @@ class Stream:
         elif self.taken:
             now = self._random.state_dict()
             if self.epoch and getattr(self.source, "persistent_workers", False):
-                iter(self.source)  # draws the seed that, with persistent workers, only a first pass draws
+                iter(self.source)  # with persistent workers, only a first pass draws a seed; the restored one does not
             self._begun = begun
             self._random.load_state_dict(begun)
             generators, states = self._generators(), begun.get("own", [])

@@ -206,8 +206,8 @@ def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
 
 
 def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
-    """Return the mean cross-entropy of the logits. They are the attribute `logits` of the result of `model(tokens)`, or
-    the result itself if it has no such attribute.
+    """Return the mean cross-entropy of the logits of `model(tokens)`. If the model's output has an attribute `logits`,
+    the logits are taken from there; otherwise the output is the logits.
 
     If the microbatch has documents, the model also gets `position_ids`, `cu_seqlens` and `use_cache=False`, each only
     if `forward` has that argument. With a cache, models of `transformers` would ignore that positions restart in each
@@ -229,7 +229,7 @@ def _scores(model: nn.Module, microbatch: Batch) -> torch.Tensor:
 
 
 def _vocabulary(config: TrainConfig) -> int | None:
-    """Return the vocabulary size that tokens in token files must be below. None if unknown or checked elsewhere."""
+    """Return the vocabulary size, which all tokens in token files must be below. None if this is not to be checked."""
     known = config.data.kind == "tokens" and isinstance(config.model, HybridConfig)
     return config.model.vocab_size if known else None  # type: ignore[union-attr]
 

@@ -14,7 +14,7 @@ class Mailbox:
     def __init__(self, ranks: int) -> None:
         self.turn = threading.Lock()
         self.failed = False
-        """Whether a rank has raised an exception, so that all others end."""
+        """Whether a rank has raised an exception. All other ranks then end."""
         self._messages: dict[Any, dict[int, list[Tensor]]] = defaultdict(dict)
         self._sent: dict[Any, int] = defaultdict(int)
         self._expected: dict[Any, int] = defaultdict(int)
@@ -51,8 +51,8 @@ class Mailbox:
         return number in self._messages[key]
 
     def leave(self, rank: int, said: str) -> None:
-        """Note that a rank has ended. If all ranks that still run wait for messages, they are in a deadlock. `said`:
-        the text about this rank in the message of a deadlock error."""
+        """Note that a rank has ended. If all other ranks wait for messages, they are in a deadlock. `said`: the text
+        about this rank in the message of a deadlock error."""
         self._alive -= 1
         self.ended[rank] = said
         self._look()

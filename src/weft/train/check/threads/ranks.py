@@ -5,9 +5,9 @@
         send(tensors, 1, tag)              ----- mailbox ---->
         recv(tensors, 0, tag).wait()                          takes the message, or lets another thread run
 
-One thread runs at a time, from one wait for a message to the next. Therefore two threads never change global state of
-Python modules at the same time, and runs are deterministic. In a deadlock all threads wait, so a deadlock is detected
-immediately. A message is copied when it is sent, and `send` never waits.
+One thread runs at a time, from one wait for a message to the next. Therefore two threads never change the global state
+of Python modules at the same time, and runs are deterministic. If all threads wait, they are in a deadlock, which is
+detected immediately. A message is copied when it is sent, and `send` never waits.
 
 Threads are slow, and meant only for the small models of `weft.train.check`.
 """
@@ -203,7 +203,7 @@ class InProcess(dist.ProcessGroup):
 def _reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:
     stacked = torch.stack(list(tensors))
     for known, reduced in _REDUCTIONS.items():
-        if op == known:  # `op` on the left: wrapped operations define the comparison
+        if op == known:  # `op` on the left: a ReduceOp equals its enum member, but the enum member does not equal it
             return reduced(stacked)
     raise NotImplementedError(
         f"{op} between ranks in one process: only sums, averages, maxima and minima are supported"
@@ -229,8 +229,8 @@ def _shown(tensors: Sequence[Tensor]) -> str:
 
 
 def _module_of_caller() -> str:
-    """Return the name of the innermost function of weft, outside of `weft.comm`, that waits. If the call comes from
-    a method of a module, the text ends with the module's name."""
+    """Return the name of the innermost function of weft on the call stack, outside of `weft.comm`. If the call comes
+    from a method of an nn.Module, the text ends with the module's name."""
     frame: Any = sys._getframe(1)
     place = ""
     while frame is not None:
