@@ -1,6 +1,6 @@
 """Communication between ranks. No code outside of this folder calls torch's collectives or branches on the backend.
 
-lanes          ordered queues of communication that overlaps with computation
+lanes          ordered communication queues, which run during the computation
 collectives    the collectives that lanes run, and blocking ones
 backends       the choice of a transport for a group and a device
 transport      the protocol of a transport, and its capabilities

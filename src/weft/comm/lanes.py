@@ -1,4 +1,4 @@
-"""Lanes: ordered queues of communication that runs parallel to the computation.
+"""Lanes: ordered communication queues, which run during the computation.
 
     ticket = lane.run(all_gather, full, shard, group)                  # starts, the host continues
     more = inner.run(all_gather, whole, full, other, after=ticket)     # starts when the first has ended, without a wait
@@ -140,7 +140,7 @@ def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[to
 
 
 class Lane:
-    """An ordered queue of communication. Every rank puts the same collectives on it in the same order."""
+    """An ordered communication queue. Every rank puts the same collectives on it in the same order."""
 
     _NAMES = "gather reduce outer exchange counts download stage gathers reductions context tensor"
     TAGS = {name: tag for tag, name in enumerate(_NAMES.split(), 101)}

@@ -1,6 +1,6 @@
 """A DTensor with uneven shards.
 
-torch's `Shard(0)` means even chunks of rows. weft cuts a flat buffer where the least padding is needed, so a
+torch's `Shard(0)` means even chunks of rows. weft cuts a flat buffer into equal shards, so a
 parameter's parts may have different numbers of rows, or end inside a row. `UnevenDTensor` stores its cuts. It uses them
 in `full_tensor`, for checkpoints, and in operators (`rules.py`).
 

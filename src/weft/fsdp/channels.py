@@ -1,4 +1,4 @@
-"""The lanes (ordered queues of communication) and the pools of transient memory of one model.
+"""The lanes (ordered communication queues) and the pools of transient memory of one model.
 
     lane       carries                                          pool        holds
     --------   ----------------------------------------------   ---------   -----------------

@@ -61,8 +61,8 @@ def fully_shard(
             them from these ranks. This takes more memory than True. If the n ranks are on one node, backward gathers
             nothing from other nodes.
         shard_placement_fn: called with each parameter. It may return `weft.TensorAtomic()` (never cut),
-            `weft.BlockAtomic(rows)` (cut only between blocks of rows), None or `Shard(0)` (cut where the least padding
-            is needed), or `Shard(dim)` (cut between slices along another dimension; shards may be unequal). It may
+            `weft.BlockAtomic(rows)` (cut only between blocks of rows), None or `Shard(0)` (cut between rows if this
+            needs little padding, otherwise anywhere), or `Shard(dim)` (cut between slices along another dimension; shards may be unequal). It may
             also return torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh, as for
             experts.
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.

@@ -170,7 +170,7 @@ class GatherOrder:
     def use(self, unit: Gathered, holder: Any, named: Iterable[Gathered] | None = None) -> None:
         """Gather `unit`, and hold it for `holder`, which uses it now. Also start to gather units ahead: the units in
         `named` or, if it is None, the units that the trace predicts. The gathers ahead start before the wait for the
-        gather of `unit`, so that the lanes (queues of communication) always have work."""
+        gather of `unit`, so that the lanes (communication queues) always have work."""
         here, number, backward = self.current, unit.number, holder.backward
         position, expected = here.position, here.expected
         here.events.append(("use", number, int(backward and unit.turns)))
