@@ -14,7 +14,8 @@ from weft.checkpoint.storage import operation, written
 
 
 class _Files(FileSystem):
-    """Records each file operation while it runs, and flushes each file to the disk when it is closed."""
+    """Writes and renames files as recorded operations (see `weft.checkpoint.storage`), so that the watchdog can name
+    one that hangs. Each file that was written is flushed to the disk when it is closed."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:

@@ -60,7 +60,8 @@ class Capabilities:
 class Pending:
     """Transfers in flight: their work handles, and the work of this rank that follows them.
 
-    `finish`: called after the transfers. `second`: called after them to start a second round, with its own `finish`.
+    `finish`: called after the transfers. `second`: set instead of `finish` if a second round of transfers follows. It
+    is called after the transfers, starts the second round, and returns the `Pending` of that round.
     """
 
     works: list[Any] = field(default_factory=list)

@@ -148,7 +148,7 @@ class StreamChecker:
         known.call(begin, end, describe)
 
     def note_unawaited(self, what: str) -> None:
-        """Record that the operation `what` was dropped without a wait."""
+        """Count the communication operation `what`, whose handle was dropped without a wait."""
         self.unawaited[f"{what}, forgotten by {_site()}"] += 1
 
     # --- operators ---------------------------------------------------------------------------------------------------

@@ -218,8 +218,8 @@ class FSDPModule:
             runtime.change(max_live_reduce_buffers=max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Set `RuntimeOptions.separate_all_gather_group` for all units of the model: whether gathers and reductions use
-        separate communicators. Collective."""
+        """Choose whether gathers and reductions of the model use separate communicators. In weft, the additional one
+        is for gathers: see `RuntimeOptions.separate_all_gather_group`. Collective."""
         enable = _switch("set_separate_reduce_scatter_group", enable)
         for runtime in _runtimes(self, recurse):
             runtime.change(separate_all_gather_group=enable)

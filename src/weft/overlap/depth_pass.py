@@ -51,7 +51,8 @@ class DepthPass:
         self._leave = ComputeNode(f"{name}.leave")
 
     def run(self, direction: str, slot: str, hidden: Value) -> Value:
-        """Run the step `slot`: "enter", "leave" or, only in backward, "enter.weights", the delayed weight gradients.
+        """Run the step `slot`: "enter", "leave" or, only in backward, "enter.weights", which computes the
+        weight gradients that the backward of "enter" has delayed.
 
         A forward step takes its input `hidden` and returns its output. A backward step returns `hidden` unchanged.
         """

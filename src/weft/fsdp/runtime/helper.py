@@ -129,8 +129,10 @@ class GatherHelper:
         return self._steps.reached(issued) and self.serve(unit, part)
 
     def serve(self, unit: Unit | None, part: Part | None) -> bool:
-        """Join a gather that only other ranks need: update the model weights of `unit`, and call `part`. Either may
-        be None. Return whether there was anything to do. The hang detector calls this while this rank waits."""
+        """Join communication of other ranks' passes that this rank skips. Update the model weights of `unit` (the
+        input of its gathers) if they are out of date, which may need a gather, and call `part`, which joins a gather.
+        Either may be None. Return whether there was anything to do. The hang detector calls this while this rank
+        waits."""
         was_due = False
         if unit is not None:
             if self._watched_by is not None:

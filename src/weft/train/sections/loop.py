@@ -57,7 +57,7 @@ class LoopConfig:
     recompute_every: int = 1
     """With `activation_checkpointing`: recompute every n-th layer."""
     keep_products: bool = False
-    """With `activation_checkpointing`: save outputs of matrix products, convolutions and attention; recompute the rest."""
+    """With `activation_checkpointing`: save outputs of matrix products, convolutions, attention; recompute the rest."""
     compile: str = ""
     """Backend of `torch.compile`, such as "inductor", applied to each layer separately; empty: none."""
     overlap: bool = False
