@@ -27,6 +27,7 @@ from weft.fsdp.runtime.passes import Pass, Passes
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import State, Unit
 from weft.layout.trace import Event, Trace
+from weft.memory.pool import Pool
 
 
 @pytest.fixture
@@ -146,8 +147,18 @@ def a_write_while_the_user_holds(net: nets.Net) -> None:
     evaluate(net)
 
 
+def there_is_no_memory(net: nets.Net) -> None:
+    def take(pool: Pool, transient: Any) -> None:
+        raise MemoryError
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(Pool, "take", take)
+        net.blocks[1].unshard()
+
+
 WEIGHTS = {
     (State.AT_REST, "gather"): the_user_unshards,
+    (State.ON_THE_WAY, "fail"): there_is_no_memory,
     (State.ON_THE_WAY, "arrive"): the_user_waits,
     (State.HERE, "hold"): the_user_waits,
     (State.HELD, "hold"): a_forward_beside_the_user,
@@ -180,7 +191,7 @@ def test_training_walks_only_what_the_table_has(strategy, world, walked):
         backward(net, last)
         evaluate(net)
     assert {transition[1:] for transition in walked if isinstance(transition[1], State)} == {
-        (*pair, to) for pair, to in weights.TRANSITIONS.items() if pair[1] != "renew"
+        (*pair, to) for pair, to in weights.TRANSITIONS.items() if pair[1] not in ("renew", "fail")
     }
 
 

@@ -46,6 +46,7 @@ class State(enum.Enum):
 
 TRANSITIONS = {  # caused by: what happens
     (State.AT_REST, "gather"): State.ON_THE_WAY,  # the first use, or a prefetch: overlaps with the computation
+    (State.ON_THE_WAY, "fail"): State.AT_REST,  # the gather could not start, for example for lack of memory
     (State.ON_THE_WAY, "arrive"): State.HERE,  # the first use: subsequent computation sees the weights
     (State.HERE, "hold"): State.HELD,  # the first holder
     (State.HELD, "hold"): State.HELD,  # another holder
@@ -82,8 +83,7 @@ class Unit:
         """The groups whose full weights must be gathered or updated. The others compute with main weights directly."""
         self.gathered = [group.transient for group in self.groups if group.transient is not None]
         self.gathered_bytes = sum(each.nbytes for each in self.gathered)
-        self.turns = any(len(group.copies) > 1 for group in self.groups)
-        """Whether forward and backward use different copies of some weights."""
+        self.turns = any(len(group.copies) > 1 for group in self.groups)  # forward and backward use different copies
         self.backward = False  # whether the current or next gather is of the copy for backward, if `turns`
         self.policy = policy
         self.name = ""
@@ -111,8 +111,7 @@ class Unit:
         self._divide_factor = divide_factor
         self.replaced_factor: float | None = None  # the user's divisor of summed gradients, or None
         self._tickets: list[Ticket] = []
-        self.keeps_post_forward = False
-        """Whether the next `free` keeps post-forward shards, which exist if the user asked for them."""
+        self.keeps_post_forward = False  # whether the next `free` keeps post-forward shards, if there are any
         self.reshard_after(reshard_after_forward)
         for group in self.groups:
             group.belong_to(self)
@@ -148,7 +147,11 @@ class Unit:
         if self.state is State.AT_REST:
             self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
             self.resident = True
-            self._gather()
+            try:
+                self._gather()
+            except BaseException:
+                self._drop_gather()
+                raise
 
     def gather_started(self, ticket: Ticket) -> None:
         """Record that the shared message of `ticket` has started to gather the weights, which were at rest."""
@@ -160,12 +163,17 @@ class Unit:
         """Hold full weights for `holder`: gather and register them as needed. Later computation waits for them."""
         if holder in self.holders:
             raise RuntimeError(f"{self}: {holder.name} holds its weights already")
-        for unit in self.tied:
-            unit.acquire(TiedHold(self, holder))
-        if self.state is State.AT_REST:
-            self.prefetch()
-        if self.state is State.ON_THE_WAY:
-            self._arrive()
+        try:
+            for unit in self.tied:
+                unit.acquire(TiedHold(self, holder))
+            if self.state is State.AT_REST:
+                self.prefetch()
+            if self.state is State.ON_THE_WAY:
+                self._arrive()
+        except BaseException:
+            for unit in self.tied:
+                unit.end_holds(TiedHold(self, holder))
+            raise
         self.keeps_post_forward = False
         if holder.computes:
             for each in self.gathered:
@@ -193,7 +201,7 @@ class Unit:
         for group in self.groups:
             group.fulls.check_unwritten()
 
-    def end_holds(self, *holders: Hold) -> None:
+    def end_holds(self, *holders: Hold | TiedHold) -> None:
         """End the given holds, if they exist."""
         for holder in holders:
             if holder in self.holders:
@@ -313,10 +321,7 @@ class Unit:
         """Return whether `tensor` is in the memory of this unit's gathered weights, which is freed between uses."""
         if tensor.layout is not torch.strided:
             tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-        for each in self.gathered:
-            if each.lends(tensor):
-                return True
-        return False
+        return any(each.lends(tensor) for each in self.gathered)
 
     @property
     def moves(self) -> int:
@@ -330,6 +335,16 @@ class Unit:
                 for group in self._coming:
                     if (ticket := group.gather(self.channels)) is not None:
                         self._tickets.append(ticket)
+
+    def _drop_gather(self) -> None:
+        """Undo a gather that not all groups could start, so that the next use gathers all of them."""
+        self.state = TRANSITIONS.get((self.state, "fail")) or self._refuse("fail")
+        self.resident = False
+        tickets, self._tickets = self._tickets, []
+        for ticket in tickets:  # they write to memory that is freed below
+            ticket.wait()
+        for group in self._coming:
+            group.free()
 
     def _let_go(self, holder: Any) -> None:
         event = "let go" if len(self.holders) > 1 else "let go last"

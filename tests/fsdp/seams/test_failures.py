@@ -30,6 +30,8 @@ from tests.fsdp.seams.truth import (
 from tests.pool import distributed
 from weft.comm.watch.hang_detector import start_hang_detector
 from weft.errors import WeightsWritten
+from weft.fsdp.module import unit_of
+from weft.memory.pool import Pool, Transient
 
 
 def mine(batch: torch.Tensor) -> torch.Tensor:
@@ -453,3 +455,39 @@ def test_a_forward_whose_end_fails_is_followed_by_others_like_any_that_fails():
         model(rows, spoils=True)
     model(rows).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@distributed(2)
+def test_weights_whose_gather_found_no_memory_are_gathered_when_they_are_unsharded_again():
+    """Of a unit with two groups, the second fails; and of a unit that shares a weight of another one."""
+    owner, user = nn.Linear(4, 4), nn.Linear(4, 4)
+    user.weight = owner.weight
+    owner.bias.requires_grad_(False)
+    before = {module: [each.detach().clone() for each in module.parameters()] for module in (owner, user)}
+    model = nn.Sequential(owner, user)
+    for module in (owner, user, model):
+        weft.fully_shard(module)
+    with torch.no_grad():
+        model(torch.ones(1, 4))  # the memory comes from now on
+
+    take, failures = Pool.take, []
+
+    def fails_once(pool: Pool, transient: Transient) -> torch.Tensor:
+        if not failures and transient is failing.transient:
+            failures.append(transient)
+            raise MemoryError
+        return take(pool, transient)
+
+    Pool.take = fails_once
+    try:
+        for module in (owner, user):
+            failing = unit_of(module).groups[-1]
+            failures.clear()
+            with pytest.raises(MemoryError):
+                module.unshard()
+            assert failures and not any(unit_of(each).holders for each in model)
+            module.unshard()
+            assert all(map(torch.equal, module.parameters(), before[module]))
+            module.reshard()
+    finally:
+        Pool.take = take
