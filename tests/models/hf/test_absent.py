@@ -9,6 +9,7 @@ from tests.models.hf.released import FAMILIES, IGNORED, READ, config
 from weft.errors import ConversionError
 from weft.models import hf
 from weft.models.hf.family import differences
+from weft.models.hf.fields import KEPT, MEANINGLESS
 from weft.models.hf.spelling import full_text_of
 
 WITHOUT_DEFAULTS = {
@@ -109,6 +110,7 @@ OF_OTHER_PROGRAMS = {
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_fields_that_switch_nothing_on_pass_in_every_family_and_those_that_do_are_refused(kind):
     family, name = FAMILIES[kind]
+    assert not family.kept & (KEPT | MEANINGLESS), "every family accepts these"
     raw, ignored = full_text_of(config(name)), IGNORED.get(name, ())
     more = {each: value for each, value in OF_OTHER_PROGRAMS.items() if each not in raw}
     assert differences(family.config(raw, ignored=ignored), family.config({**raw, **more}, ignored=ignored)) == []

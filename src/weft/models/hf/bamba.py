@@ -125,5 +125,5 @@ BAMBA = Family(
     },
     read=read,
     write=write,
-    kept=frozenset({"attn_rotary_emb", "num_logits_to_keep", "z_loss_coefficient", "partial_rotary_factor"}),
+    kept=frozenset({"attn_rotary_emb", "z_loss_coefficient"}),
 )

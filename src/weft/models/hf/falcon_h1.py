@@ -105,5 +105,5 @@ FALCON_H1 = Family(
     read=read,
     write=write,
     required={"mamba_use_mlp": True},
-    kept=frozenset({"attn_layer_indices", "mamba_expand", "mlp_expansion_factor", "num_logits_to_keep"}),
+    kept=frozenset({"attn_layer_indices", "mamba_expand", "mlp_expansion_factor"}),
 )

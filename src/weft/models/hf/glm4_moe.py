@@ -55,6 +55,6 @@ GLM4_MOE = Family(
     },
     read=read,
     write=write,
-    kept=frozenset({"num_mtp_layers", "num_nextn_predict_layers", "partial_rotary_factor"}),
+    kept=frozenset({"num_mtp_layers", "num_nextn_predict_layers"}),
     depths=depths.behind_the_trunk("*E"),
 )

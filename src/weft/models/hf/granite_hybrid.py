@@ -120,7 +120,7 @@ GRANITE_HYBRID = Family(
     kept=frozenset(
         (
             *("init_method", "intermediate_size", "num_experts_per_tok", "position_embedding_type"),
-            *("rope_parameters", "time_step_limit"),
+            "time_step_limit",
         )
     ),
 )

@@ -158,7 +158,7 @@ KIMI_LINEAR = Family(
     },
     kept=frozenset(
         (
-            *("head_dim", "model_max_length", "pretraining_tp", "qk_head_dim"),
+            *("head_dim", "pretraining_tp", "qk_head_dim"),
             *("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"),
         )
     ),

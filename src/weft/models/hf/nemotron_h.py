@@ -134,7 +134,7 @@ NEMOTRON_H = Family(
                 "mamba_ssm_cache_dtype",
             ),
             *("moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type"),
-            *("n_shared_experts", "num_logits_to_keep", "num_nextn_predict_layers", "rescale_prenorm_residual"),
+            *("n_shared_experts", "num_nextn_predict_layers", "rescale_prenorm_residual"),
             *("residual_in_fp32", "sliding_window", "use_mamba_kernels", "layer_types", "rms_norm_eps"),
             *("norm_eps",),
         )
