@@ -537,8 +537,8 @@ MUTATIONS = [
     Mutation(
         "only the first group of a unit may be stale",
         "Unit.is_stale",
-        "if group.is_stale: return True",
-        "return group.is_stale",
+        "any(map(_is_stale, self._coming))",
+        "any(map(_is_stale, self._coming[:1]))",
         "fsdp/seams/test_freshness.py::test_a_write_in_a_forward_renews_whichever_group_of_a_unit_it_was_to[2]",
     ),
 ]

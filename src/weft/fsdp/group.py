@@ -177,10 +177,9 @@ class ParameterGroup:
         return self.refreshes and self._gathered_from is None
 
     def outdate(self, *, agreed: bool = False) -> None:
-        """Make the next gather start from the main weights. If the group keeps only their payload (`payload_only`), do
-        so only if this rank has written to the main weights, or if the ranks have `agreed` that some rank has done
-        so."""
-        if self.payload_only is None or agreed or self.is_stale:
+        """Make the next gather start from the main weights if this rank has written to them, or if the ranks have
+        `agreed` that some rank has done so."""
+        if agreed or self.is_stale:
             self._gathered_from = None
 
     def gather(self, channels: Channels) -> Ticket | None:

@@ -58,7 +58,7 @@ TRANSITIONS = {  # caused by: what happens
 
 
 _places = itertools.count()
-_moves = attrgetter("moves")
+_moves, _is_stale = attrgetter("moves"), attrgetter("is_stale")
 
 
 class Unit:
@@ -135,10 +135,7 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Whether the main weights have changed since the full weights were made from them."""
-        for group in self._coming:  # no generator: this is asked at each use
-            if group.is_stale:
-                return True
-        return False
+        return any(map(_is_stale, self._coming))
 
     def prefetch(self) -> None:
         """Start to gather the weights, unless they are gathered or being gathered."""
@@ -202,11 +199,14 @@ class Unit:
             group.fulls.check_unwritten()
 
     def end_holds(self, *holders: Hold | TiedHold) -> None:
-        """End the given holds, if they exist."""
+        """End the given holds, if they exist. If the user's ends, keep changes of `requires_grad` made under it."""
         for holder in holders:
             if holder in self.holders:
+                if holder is USER:
+                    self.resharded = True
+                    for group in self.groups:
+                        group.take_requires_grad()
                 self.release(holder)
-                self.resharded |= holder is USER
 
     def renew(self) -> None:
         """Gather held weights again after the main weights have changed."""
@@ -287,11 +287,10 @@ class Unit:
         self.forget()
         if self.state is not State.AT_REST:
             self.free()  # waits for a gather: the model weights that it reads may change next
-        held = USER in self.holders
         for group in self.groups:
             group.await_refresh()
             group.rest()
-            if held:
+            if USER in self.holders:
                 group.take_requires_grad()
             group.sync_requires_grad()
 

@@ -25,6 +25,7 @@ from tests.fsdp.seams.truth import (
 )
 from tests.pairs import all_pairs
 from tests.pool import distributed
+from weft.fsdp.module import unit_of
 
 
 def assert_unsharded(sharded: nn.Module, plain: nn.Module) -> None:
@@ -388,3 +389,55 @@ def test_a_unit_of_two_modules_may_recompute_one_of_them_or_each_by_itself(strat
                 step(optimizers)
             assert_weights(sharded, plain)
             assert all(role["live"] == 0 for role in weft.memory_report(sharded)["transient"].values())
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@distributed(2)
+def test_weights_that_stay_gathered_over_a_step_are_those_of_the_step(strategy):
+    plain, sharded = nets.make(depth=5), nets.shard(nets.make(depth=5), strategy=strategy)
+    sharded.set_reshard_after_forward(True)
+    sharded.set_reshard_after_backward(False)
+    for block in sharded.blocks:
+        block.register_forward_pre_hook(refuse_weights_on_their_way)
+    optimizers = sgd(plain, sharded)
+    for number, batch in enumerate(nets.data(4, 4)):
+        with naming("step", number):
+            assert number == 0 or all(unit_of(block).holders for block in sharded.blocks), "nothing stays"
+            backward(plain, sharded, tokens_loss, batch)
+            assert_gradients(sharded, plain)
+        step(optimizers)
+
+
+def refuse_weights_on_their_way(block: nn.Module, inputs: tuple) -> None:
+    assert all(group._refreshing is None for group in unit_of(block).groups), "an update is in flight"
+
+
+@distributed(2)
+def test_a_held_unit_that_shares_a_weight_has_the_values_of_a_step_when_the_other_is_unsharded():
+    owner, user = nn.Linear(4, 4), nn.Linear(4, 4)
+    user.weight = owner.weight
+    model = nn.Sequential(owner, user)
+    for module in (owner, user, model):
+        weft.fully_shard(module, strategy="optim_grads")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    model(torch.ones(1, 4)).sum().backward()
+    owner.unshard()
+    optimizer.step()
+    user.unshard()
+    refuse_weights_on_their_way(owner, ())
+    held = [each.detach().clone() for each in (owner.weight, owner.bias, user.weight, user.bias)]
+    user.reshard()
+    owner.reshard()
+    new = [each.full_tensor().detach() for each in (owner.weight, owner.bias, user.weight, user.bias)]
+    assert all(map(torch.equal, held, new))
+
+
+@distributed(2)
+def test_what_is_frozen_under_unshard_stays_so_when_backward_ends_the_hold():
+    net = nets.shard(nets.make())
+    loss = nets.loss_of(net, mine(nets.data(1, 4)[0]))
+    net.blocks[1].unshard()
+    net.blocks[1].requires_grad_(False)
+    loss.backward()
+    assert not unit_of(net.blocks[1]).holders
+    assert not any(parameter.requires_grad for parameter in net.blocks[1].parameters())

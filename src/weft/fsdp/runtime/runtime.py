@@ -129,14 +129,16 @@ class Runtime(Shared):
         self._enter()
         if self.passes.current is Pass.IDLE:
             self._freshness.begin_pass(self.units, [unit, *unit.tied], self.process_groups)
-        elif unit.is_stale:  # this pass has written to the main weights
-            self.channels.on_renew(unit)
-        if unit.is_stale and unit.holders:
-            unit.renew()
-        elif unit.is_stale:
-            for group in unit.groups:
-                group.outdate()
-            unit.free()
+        stale = [each for each in (unit, *unit.tied) if each.is_stale]  # as in `_renew_units`
+        for each in stale:
+            if self.passes.current is not Pass.IDLE:  # this pass has written to the main weights
+                self.channels.on_renew(each)
+            if each.holders:
+                each.renew()
+            else:
+                for group in each.groups:
+                    group.outdate()
+                each.free()
         if not unit.holders:
             unit.forget()
         unit.prefetch()
@@ -152,8 +154,6 @@ class Runtime(Shared):
         """Free the weights of `unit`, even if they were kept for a backward."""
         self.recover()
         unit.forget()
-        for group in unit.groups if USER in unit.holders else ():
-            group.take_requires_grad()
         unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, UNTIL_NEXT_PASS)
         unit.resharded = False
         for each in (unit, *unit.tied):

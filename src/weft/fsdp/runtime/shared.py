@@ -139,10 +139,12 @@ class Shared:
 
     def _renew_units(self) -> None:
         """At the beginning of a pass, gather held weights again if they are older than the main weights."""
-        for unit in self.units:
-            if unit.holders and unit.is_stale:
+        held = [unit for unit in self.units if unit.holders]
+        stale = {unit for unit in held if unit.is_stale}  # asked before a renewal, which updates the next unit too
+        for unit in held:
+            if unit in stale:
                 unit.renew()
-            elif unit.holders:
+            else:
                 unit.sync_versions()
 
     def _end_holds(self, deferring: Sequence[bool]) -> None:
