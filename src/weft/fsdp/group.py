@@ -98,8 +98,11 @@ class ParameterGroup:
         self.channels = [next_channel(self.groups[-1]) for _ in self.copies]
         self.channel = self.channels[0]
         """Separates the group's messages from those of other groups. `channels`: one per copy."""
+        self._refreshed_from: int | None = None
+        """The version of the main weights from which separate model weights were made. None: update them first."""
         self._gathered_from: int | None = None
-        """The version of the main weights from which the gathered weights, or separate model weights, were made."""
+        """The version of the main weights from which the gathered weights, or the shard that is kept of them until
+        backward, were made. None: there are none."""
         self._refreshing: Ticket | None = None
         self._upload: Ticket | None = None  # the transfer that reads main weights in CPU memory
         self.unfilled = [each for each, tensor in zip(self.parameters, slices) if tensor.is_meta]
@@ -167,32 +170,40 @@ class ParameterGroup:
         return self.main_weight.version
 
     @property
+    def main_changed(self) -> bool:
+        """Whether the main weights have changed since separate model weights were made from them."""
+        return self.refreshes and self._refreshed_from != self.version
+
+    @property
     def is_stale(self) -> bool:
-        """Whether the main weights have changed since their copies (model weights or gathered weights) were made."""
-        return (self.refreshes or self.transient is not None) and self._gathered_from != self.version
+        """Whether the main weights have changed since the model weights or the gathered weights were made. An update of
+        the model weights does not change gathered weights, so each has a version of its own."""
+        return self.main_changed or self._gathered_from not in (None, self.version)
 
     @property
     def is_outdated(self) -> bool:
         """Whether the model weights must be made from the main weights again before their next use or gather."""
-        return self.refreshes and self._gathered_from is None
+        return self.refreshes and self._refreshed_from is None
 
     def outdate(self, *, agreed: bool = False) -> None:
         """Make the next gather start from the main weights if this rank has written to them, or if the ranks have
         `agreed` that some rank has done so."""
-        if agreed or self.is_stale:
-            self._gathered_from = None
+        if agreed or self.main_changed:
+            self._refreshed_from = None
 
     def gather(self, channels: Channels) -> Ticket | None:
         """Start to gather the full weights. Update outdated model weights first. Return None if nothing is sent."""
         self.refresh(channels)
         refreshing, self._refreshing = self._refreshing, None
+        if (kept := self.post_forward) is None or not kept.held:
+            self._note_gather()
         if self.transient is None:
             return refreshing
         group = channels.of_gathers(self.groups[-1])
         with torch.no_grad():
             full = self.transient.tensor if self.transient.pool() else channels.weights.take(self.transient)
-            if self.post_forward is not None and self.post_forward.held:
-                return self.post_forward.gather_into(full, channels.gather, self.channel)
+            if kept is not None and kept.held:
+                return kept.gather_into(full, channels.gather, self.channel)
             source = self.copies[self.copy].local
             landing = self.payload.land(full, source, channels.weights)
             if landing is source:
@@ -209,9 +220,12 @@ class ParameterGroup:
                 prepare=write,
             )
             if not self.refreshes:
-                self._gathered_from = self.version
                 self._upload = ticket if self.offload is not None else None
             return ticket
+
+    def _note_gather(self) -> None:
+        """Record from which version of the main weights the weights are made that the ranks now send."""
+        self._gathered_from = self._refreshed_from if self.refreshes else self.version
 
     @property
     def fits_buckets(self) -> bool:
@@ -233,8 +247,7 @@ class ParameterGroup:
     def open_full(self, channels: Channels) -> torch.Tensor:
         """Allocate full weights. Return the tensor that a message of several units fills. Call it under `no_grad`."""
         assert self.transient is not None
-        if not self.refreshes:
-            self._gathered_from = self.version
+        self._note_gather()
         full = channels.weights.take(self.transient)
         return self.payload.land(full, self.copies[self.copy].local, channels.weights)
 
@@ -272,7 +285,7 @@ class ParameterGroup:
                 if gathers is None and fill is not None:
                     fill()
                 run = gathers or run
-        self._refreshing, self._gathered_from = run, self.version
+        self._refreshing, self._refreshed_from = run, self.version
 
     def await_refresh(self) -> None:
         """Wait for an update of the model weights, if one is in flight. Call it before the main weights change."""
@@ -288,8 +301,8 @@ class ParameterGroup:
             return
         if quantize:
             self.payload_only.quantize()
-            self._gathered_from = self.version
-        if not self.is_stale:
+            self._refreshed_from = self.version
+        if not self.main_changed:
             self.payload_only.let_go()
 
     def keep_main_weights(self) -> None:
@@ -342,6 +355,8 @@ class ParameterGroup:
         self.arrived()
 
     def free(self) -> None:
+        if self.post_forward is None or not self.post_forward.held:
+            self._gathered_from = None
         if self.transient is not None:
             self.fulls.leave()
             self.transient.give()
@@ -378,9 +393,6 @@ class ParameterGroup:
     @cached_property
     def slice_ranges(self) -> list[tuple[int, int, dist.ProcessGroup | None]]:
         """The layout's elements as ranges `(start, stop, group)`. `group`: in `slice_groups`, or None if not sliced."""
-        starts: list[int] = []
-        groups = []
-        for group, members in groupby(self.parameters, key=lambda each: each.slices):
-            starts.append(next(members).extent.offset if starts else 0)
-            groups.append(group)
-        return list(zip(starts, [*starts[1:], self.layout.numel], groups))
+        runs = [(next(run).extent.offset, own) for own, run in groupby(self.parameters, key=lambda each: each.slices)]
+        starts = [0, *(offset for offset, _ in runs[1:])]
+        return list(zip(starts, [*starts[1:], self.layout.numel], (own for _, own in runs)))

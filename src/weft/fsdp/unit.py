@@ -134,7 +134,7 @@ class Unit:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the main weights have changed since the full weights were made from them."""
+        """Whether the main weights have changed since the full weights, or the weights that gathers read, were made."""
         return any(map(_is_stale, self._coming))
 
     def prefetch(self) -> None:

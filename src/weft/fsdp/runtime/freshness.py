@@ -47,7 +47,7 @@ class Freshness:
             return
         ordinary = [group for group in following if group.payload_only is None]
         resting = [group for group in following if group.payload_only is not None]
-        words = [int(self.certain or any(group.is_stale for group in ordinary)), *map(_word_of, resting)]
+        words = [int(self.certain or any(group.main_changed for group in ordinary)), *map(_word_of, resting)]
         if self._agreement.checks and (resting or not self.certain):
             words = agree(words, groups, "beginning of a pass", channel=self._agreement.channel)
         self.certain = False
@@ -110,10 +110,10 @@ def _word_of(group: ParameterGroup) -> int:
     """Return this rank's message about weights that are kept only as a payload: 0, WRITTEN or NEEDED."""
     resting = group.payload_only
     assert resting is not None
-    rewritten = group.is_stale and not group.is_outdated  # if outdated, a failed pass is the cause, not a write
+    rewritten = group.main_changed and not group.is_outdated  # if outdated, a failed pass is the cause, not a write
     needed = resting.is_unfrozen or (rewritten and resting.has_passed)
     resting.has_passed = True
-    return PayloadOnly.NEEDED if needed else PayloadOnly.WRITTEN * group.is_stale
+    return PayloadOnly.NEEDED if needed else PayloadOnly.WRITTEN * group.main_changed
 
 
 def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:

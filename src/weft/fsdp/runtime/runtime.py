@@ -129,8 +129,9 @@ class Runtime(Shared):
         self._enter()
         if self.passes.current is Pass.IDLE:
             self._freshness.begin_pass(self.units, [unit, *unit.tied], self.process_groups)
-        stale = [each for each in (unit, *unit.tied) if each.is_stale]  # as in `_renew_units`
-        for each in stale:
+        for each in (unit, *unit.tied):
+            if not each.is_stale:
+                continue
             if self.passes.current is not Pass.IDLE:  # this pass has written to the main weights
                 self.channels.on_renew(each)
             if each.holders:

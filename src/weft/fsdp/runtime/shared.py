@@ -118,7 +118,7 @@ class Shared:
     def _before_renewal(self, unit: Unit) -> None:
         """Agree on the maxima of weights that were written. Log the gather, because ranks may differ: a rank starts it
         only if that rank has written to the weights."""
-        agree_on_maxima(group for group in unit.groups if group.is_stale)  # other groups keep their quantized values
+        agree_on_maxima(group for group in unit.groups if group.main_changed)  # others keep quantized values
         if self.passes.current is not Pass.EVALUATION:
             self._agreement.note(unit.number, "renewed all-gather", unit.gathered_bytes)
 
@@ -139,12 +139,10 @@ class Shared:
 
     def _renew_units(self) -> None:
         """At the beginning of a pass, gather held weights again if they are older than the main weights."""
-        held = [unit for unit in self.units if unit.holders]
-        stale = {unit for unit in held if unit.is_stale}  # asked before a renewal, which updates the next unit too
-        for unit in held:
-            if unit in stale:
+        for unit in self.units:
+            if unit.holders and unit.is_stale:
                 unit.renew()
-            else:
+            elif unit.holders:
                 unit.sync_versions()
 
     def _end_holds(self, deferring: Sequence[bool]) -> None:
