@@ -535,6 +535,13 @@ MUTATIONS = [
         "[2-optim_grads_params-0-None]",
     ),
     Mutation(
+        "an update of the model weights makes gathered weights look current",
+        "ParameterGroup.is_stale",
+        "self.main_changed or self._gathered_from not in (None, self.version)",
+        "self.main_changed",
+        "fsdp/seams/test_holds.py::test_weights_that_stay_gathered_over_a_step_are_those_of_the_step[2-optim]",
+    ),
+    Mutation(
         "only the first group of a unit may be stale",
         "Unit.is_stale",
         "any(map(_is_stale, self._coming))",

@@ -44,7 +44,8 @@ def describe(model: nn.Module) -> str:
 def memory_report(model: nn.Module) -> dict[str, Any]:
     """Return how many bytes the model's weights and gradients take on this rank, as a dict with three keys.
 
-    The report includes sharded modules that you have since replaced in the model, as long as they exist.
+    The report includes sharded modules that you have since replaced in the model, as long as they exist. Raises
+    ValueError for a model without sharded modules.
 
     `persistent`: a dict of the bytes that are always allocated on the device: "weights", "gradients" and, if weights
     are quantized, "quantized weights" (with their scales). `offloaded`: a dict of the bytes in CPU memory, with

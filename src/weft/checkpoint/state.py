@@ -20,8 +20,8 @@ from weft.optim.flat import FlatOptimizer
 class Stateful(Protocol):
     """The protocol of objects that can be in a checkpoint.
 
-    A load calls `state_dict`, and fills the returned tensors in place. Then the load calls `load_state_dict`
-    with a dictionary of the same structure, which contains these tensors and the other stored values.
+    A load calls `state_dict`, and fills the returned tensors in place. Then the load calls `load_state_dict` with a
+    dictionary of the same structure, which contains these tensors and the other stored values.
 
     The other members are optional. A load calls `prepare_load(stored)` before `state_dict`. `stored` maps the key of
     each stored entry of the object to the metadata of the entry. `per_rank = True` means that each rank saves and loads

@@ -1,7 +1,7 @@
 """The file operations of a run.
 
-Each operation is recorded while it runs, so that the watchdog can name an operation that hangs. Errors name the
-operation, the file and the rank:
+Each operation is recorded while it runs, so that the watchdog of a run (`weft.train.run.watchdog`) can name an
+operation that hangs. Errors name the operation, the file and the rank:
 
     rank 1: fsync of runs/a/checkpoints/step-00000040.tmp-3f2a/__1_0.distcp: No space left on device
 """

@@ -9,7 +9,7 @@ builtin        the transport that uses the collectives of NCCL or any other back
 groups         process groups, channels and tags
 agreement      exchanges of a few integers over gloo, by which all ranks reach the same decision
 priority       delays some lanes so that more urgent communication starts first
-transfers      transfers on the CPU that begin when other work has ended
+transfers      transfers on the CPU, which start at once or when other transfers have ended
 streams        the order of a device's work
 watch/         the hang detector
 ranges         named ranges for profilers, and intervals for a timeline

@@ -3,11 +3,11 @@
 The integers are in CPU memory and are sent over gloo, even if data is sent over NCCL. The host therefore does not wait
 for its device: the ranks compare their queued work while the devices still compute.
 
-At the end of a backward the ranks exchange which units they reduced, which collectives they issued and which parameters
-have gradients. A rank then starts the reductions that only other ranks have started. Messages of different units can
-have the same size, so ranks that issued different collectives would mix up gradients. The exchange therefore raises an
-error before the optimizer can use these gradients. A parameter keeps `.grad = None` only if no rank has a gradient for
-it, as in a single process.
+At the end of a backward the ranks exchange which collectives they issued, which parameters have gradients, and which
+units (sets of parameters that are gathered and reduced together) still wait for their reduction. Each rank then starts
+the reductions that are due on any rank. Messages of different units can have the same size, so ranks that issued
+different collectives would mix up gradients. The exchange therefore raises an error before the optimizer can use these
+gradients. A parameter keeps `.grad = None` only if no rank has a gradient for it, as in a single process.
 """
 
 import hashlib
@@ -76,8 +76,9 @@ class Agreement:
     def same_structure(
         self, units: Sequence[str], groups: Sequence[dist.ProcessGroup], trains: Sequence[bool] = ()
     ) -> list[bool]:
-        """Raise CollectiveMismatch if `units`, the descriptions of the units, differ between ranks. Return, for each
-        parameter group, whether any rank trains it. `trains`: whether this rank trains it. `groups`: as in `reach`."""
+        """Raise CollectiveMismatch if `units`, the descriptions of this rank's units, differ between ranks. Return, for
+        each parameter group of the units, whether any rank trains it. `trains`: for each parameter group, whether this
+        rank trains it. `groups`: the process groups, as in `reach`."""
         word = _fingerprint(units)
         high, low = agree([word, -word], groups, "first pass", channel=self.channel)
         if high != -low:

@@ -56,7 +56,8 @@ class Ticket:
             self.abandon()
 
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
-        """Wait at most `timeout` for this ticket's transfer, and discard its result. Its memory can then be reused.
+        """Wait for this ticket's transfer and discard its result. Its memory can then be reused. `timeout`: as in
+        `Transfer.abandon`.
 
         Without the wait, the lane's next receives would take the messages of this transfer.
         """
@@ -147,7 +148,7 @@ class Lane:
     """The tag of each lane's point-to-point messages. It depends only on the name, so it is equal on all ranks."""
 
     def __init__(self, name: str, device: torch.device, title: str = "") -> None:
-        """`title`: the name of the lane's messages in reports. The default is `name`."""
+        """`name`: one of `TAGS`. `title`: the name of the lane's messages in reports. The default is `name`."""
         self.name = name
         self.title = title or name
         self.tag = self.TAGS[name]

@@ -1,23 +1,25 @@
-"""Gives an exchange of activations priority over gathers and reductions on the same link.
+"""Gives exchanges of expert layers (all-to-alls of tokens) priority over gathers and reductions on the same link.
 
-    expect()    a schedule will soon issue an exchange: gathers and reductions issued from now on are held back
+    expect()    a schedule of `weft.overlap` will soon issue an exchange: gathers and reductions that are issued from
+                now on are held back
     let_go()    the exchange is issued: held-back communication starts, in the order in which it was issued
 
 If the host waits for held-back communication, all of it starts immediately. Its order relative to exchanges may then
 differ between ranks; with tags, messages still match. On devices with streams, and with backends without tags, nothing
-is held back: there, ranks must issue all communication of a group in the same order.
+is held back, because ranks must issue all communication of a group in the same order there.
 """
 
 import threading
 
 OF_UNITS = frozenset(("gather", "gathers", "reduce", "reductions", "outer"))
-"""The lanes of units' weights and gradients. Only their communication is held back."""
+"""The lanes of weights and gradients that `fully_shard` has sharded. Only the communication of these lanes is held
+back."""
 
 _gate: threading.Event | None = None
 
 
 def expect() -> None:
-    """Until `let_go`, hold back the gathers and reductions of units. An exchange of activations will follow soon."""
+    """Until `let_go`, hold back gathers and reductions. Call this if an exchange of an expert layer follows soon."""
     global _gate
     if _gate is None:
         _gate = threading.Event()

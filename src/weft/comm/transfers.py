@@ -1,4 +1,4 @@
-"""Transfers on the CPU that start when another transfer has ended, and the crew: the threads that start such transfers.
+"""Transfers on the CPU. Threads of a pool, the crew, start the transfers that cannot start immediately.
 
     transfer                                     starts
     -------------------------------------------  ---------------------------------------------------------
@@ -9,8 +9,8 @@
     any of them, while an earlier one of the     after that one: messages of one tag are matched in the order
       same ranks and tag has not started           in which they are sent, which must be the same on all ranks
 
-All transfers make progress without a wait. The first thread that waits for a transfer completes it. If no caller will
-wait, a thread of the crew waits.
+All transfers make progress without a wait. The first thread that waits for a transfer also does the work that follows
+it (`Pending.finish`). If no caller will wait, `Transfer.end_by_itself` lets a thread of the crew wait.
 """
 
 import atexit
@@ -39,8 +39,8 @@ class Transfer:
         after: "Transfer | None" = None,
         gate: threading.Event | None = None,
     ) -> None:
-        """`key`: transfers of the same key start in order. `gate`: an event; the transfer starts when it is set. A wait
-        for the result sets it."""
+        """`start`: a function that starts the collective. `key`: transfers of the same key start in order. `after`: a
+        transfer that must end first. `gate`: an event that must be set first; a wait for the result sets it."""
         self._key = key
         self._gate = gate
         self._lock = threading.RLock()
@@ -118,7 +118,8 @@ class Transfer:
             self._end()
 
     def abandon(self, timeout: timedelta) -> None:
-        """Wait for the transfers, for at most `timeout`, and discard the result."""
+        """Wait until the collective has started, and then for its transfers. Discard the result. `timeout` limits the
+        wait for the start, and then the wait for each transfer."""
         deadline = time.monotonic() + timeout.total_seconds()
         if self._gate is not None:
             self._gate.set()

@@ -6,7 +6,7 @@
     `gloo.copying.CopyingGloo`   no     no        one message       in rank order
     `builtin.BuiltIn`            no     no        one group call    by the backend; NCCL averages
 
-The engine asks for a capability, and never for the name of a backend. `weft.comm.backends` chooses the transport.
+Other code asks for a capability, and never for the name of a backend. `weft.comm.backends` chooses the transport.
 A transport has no state: one instance serves all groups.
 """
 
@@ -29,8 +29,8 @@ Adds = Sequence[bool]
 class Capabilities:
     """The capabilities of a transport, and the cost of a message.
 
-    - `tags`: messages of different lanes and channels over one group never match, even if ranks issue them in different
-      orders.
+    - `tags`: messages of different lanes (`weft.comm.lanes`) and channels (`weft.comm.groups`) over one group never
+      match, even if ranks issue them in different orders.
     - `helpers`: while a rank waits, a thread can take part in a gather that the rank skipped.
     - `bundles`: several tensors can be sent at the cost of one message.
     - `latency`: the seconds that an empty message takes.

@@ -298,7 +298,7 @@ _READ = ("tolist", "numpy", "cpu")
 
 
 class _Mode(TorchDispatchMode):
-    """Reports operators to the checker, below tensor subclasses that wrap other tensors."""
+    """Reports operators to the checker. If a tensor wraps other tensors, the operators on these are reported."""
 
     def __init__(self, checker: StreamChecker) -> None:
         super().__init__()

@@ -1,15 +1,17 @@
 """The placements of sharded tensors: `Shard(dim)` for even cuts, otherwise a subclass that stores the cuts.
 
+The cuts of a tensor (`weft.layout.cuts`) are the borders between the parts that the ranks have.
+
     placements of a parameter                   torch treats it as    `DTensor.from_local` treats it as
     ------------------------------------------  --------------------  --------------------------------------------------
     Shard(dim), of even cuts                    even cuts             even cuts
     UnevenShard(dim, cuts), equal to Shard(dim) even cuts             `cuts`: the local tensor is one of the parts
 
-Tensors distributed with a parameter's placements, by `distribute_tensor` or `redistribute`, are even DTensors with the
-same values. A parameter's `copy_` and other operators accept them, however the parameter is cut. Tensors made from the
-parameter's local part by `from_local` have the parameter's cuts. A placement cannot change what `from_local` does.
-torch's `from_local` would multiply the local shape by the number of ranks, with a different result on each rank.
-Therefore weft wraps `from_local` and `redistribute`. With torch's own placements, both behave as in torch.
+With a parameter's placements, `distribute_tensor` and `redistribute` return a DTensor with even cuts. The parameter's
+`copy_` and other operators accept this DTensor, however the parameter is cut. `from_local` returns a tensor with the
+parameter's cuts. A placement cannot change what torch's `from_local` does: it would multiply the local shape by the
+number of ranks, with a different result on each rank. Therefore weft wraps `from_local` and `redistribute`. With
+torch's own placements, both behave as in torch.
 """
 
 import functools
@@ -88,7 +90,8 @@ class _FromLocal(torch.autograd.Function):
 def _like_a_part(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], given: torch.Size | None
 ) -> UnevenDTensor:
-    """Return the tensor of which `local` is this rank's part. Raises ValueError if `local` has a different shape."""
+    """Return the sharded tensor whose part on this rank is `local`. Raises ValueError if `local` or `given`, the shape
+    that the user passed, does not fit `placements`, or if `placements` are not those of one parameter."""
     first: Any = next(each for each in placements if isinstance(each, _Uneven))
     cuts, shape = first.cuts, first.shape
     if [axis for axis, each in enumerate(placements) if isinstance(each, _Uneven)] != sorted(cuts.axes):

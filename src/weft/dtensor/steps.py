@@ -5,13 +5,15 @@ An operator on a list of sharded tensors makes one such call for all. An operato
 
     optimizer            parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------
-    Adam, AdamW, SGD,    all sharded, on CPU, in fp32      None, None        over lists, as with `foreach=True`, with
-      Adagrad              or fp64 (gradients, states                          bitwise the same values; over lists of
-                           too), on average at most                            local parts if a parameter's tensors
-                           `SMALL` elements for a rank                         have equal cuts
+    Adam, AdamW, SGD,    all sharded, on CPU, all in       None, None        over lists, as with `foreach=True`, with
+      Adagrad              fp32 or all in fp64                                 bitwise the same values; over lists of
+                           (gradients, states too), on                         local parts if gradients and states have
+                           average at most `SMALL`                             the cuts of their parameters
+                           elements for a rank
                          all sharded, on CPU, in one       None, None        over local parts, one by one; in fp32 and
-                           dtype and with equal cuts                           fp64, over large ones in pieces
-                           (gradients, states too)
+                           dtype (gradients, states too),                      fp64, over large ones in pieces
+                           gradients and states with the
+                           cuts of their parameters
     any                  anything else                     anything          as torch chooses
 
 weft also leaves the choice to torch if hyperparameters are tensors, or if steps are differentiable. With Nesterov

@@ -1,11 +1,12 @@
 """A DTensor with uneven shards.
 
-torch's `Shard(0)` means even chunks of rows. weft cuts a flat buffer into equal shards, so a
-parameter's parts may have different numbers of rows, or end inside a row. `UnevenDTensor` stores its cuts. It uses them
-in `full_tensor`, for checkpoints, and in operators (`rules.py`).
+torch's `Shard(0)` means even chunks of rows. weft cuts a flat buffer into equal shards, so a parameter's parts may have
+different numbers of rows, or end inside a row. `UnevenDTensor` stores its cuts. It uses them in `full_tensor`, for
+checkpoints, and in operators (`rules.py`).
 
-A part is a range of the flattened tensor. The part consists of whole rows if the cuts are between rows; otherwise it is
-1-D. On a rank that has nothing of the tensor, the part has zero elements.
+A part is a range of the flattened tensor. (If the tensor is cut along another dimension than the first, this dimension
+comes first in the flattened tensor; see `weft.layout.cuts`.) The part consists of whole rows if the cuts are between
+rows; otherwise it is 1-D. On a rank that has nothing of the tensor, the part has zero elements.
 
 With tensor parallelism the mesh has one more axis. The cuts then divide each tensor-parallel rank's slice:
 
@@ -307,7 +308,8 @@ def _ask_the_rules_first(
 
 
 _BYPASSED = torch.__version__ < "2.13"
-"""Whether this torch bypasses the dispatch of a DTensor subclass, for calls by the user and for calls by autograd."""
+"""Whether this version of torch runs DTensor's dispatch in place of a subclass's `__torch_dispatch__`, for calls by the
+user and for calls by autograd."""
 
 if _BYPASSED:
     RuledDTensor.__torch_function__ = classmethod(_ask_the_rules_first)  # type: ignore[assignment]

@@ -1,8 +1,9 @@
 """Sharding: which parts of weights, gradients and optimizer state a rank has, and when.
 
-A unit is the set of parameters that one call of `fully_shard` shards. Its parameters with the same mesh, dtypes and
-`requires_grad` form one group. A driver, such as the hooks, runs units. A holder, such as a forward, needs a unit's
-full weights. Each method name in this table has the same meaning in every class that the last column names:
+A unit is the set of parameters that one call of `fully_shard` shards. Its parameters with the same mesh, dtypes,
+quantization and `requires_grad` form one group. A driver, such as the hooks, runs units. A holder, such as a forward,
+needs a unit's full weights. Each method name in this table has the same meaning in every class that the last column
+names:
 
     weights    gather           start the all-gather of full weights             group, bucket
                acquire, release add and remove a named holder of full weights    unit
@@ -13,12 +14,11 @@ full weights. Each method name in this table has the same meaning in every class
                rest             free main weights, if a payload restores them    group
                use, done        a driver starts and ends its use of a unit       runtime
     memory     take, give       allocate and free transient memory               pool
-               move out,        move a buffer, with its values, to free its      pool
-               come back        address, and move it back
+               come_back        move a buffer that had to leave its place back   pool
     gradients  pack             copy autograd's gradients into a flat buffer     gradients
                reduce           start the reductions of packed gradients         gradients, reductions
                publish          set `.grad`                                      gradients
-    passes     begin, end       begin and end a pass, such as a forward          runtime
+    passes     begin, end       begin and end a pass, such as a forward          passes
                abandon          end something that cannot be completed           calls, drivers, tickets
                recover          clean up after a failed pass                     runtime
                forget           drop what was recorded or kept for later         the class that recorded it

@@ -24,6 +24,7 @@ from weft.comm.lanes import Lane
 from weft.memory.pool import Pool
 
 _twins: MutableMapping[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+"""The second communicator of a process group, which gathers use if `Channels.separate` is set."""
 
 
 class Channels:
@@ -39,8 +40,8 @@ class Channels:
         self.reduce = Lane("reduce", device)
         self.reductions = Lane("reductions", device)
         self.download = Lane("download", device)
-        self.on_gather: Callable[[Any], None] = lambda unit: None  # called with each unit before its gather starts
-        self.on_renew: Callable[[Any], None] = lambda unit: None  # called with each unit that a pass gathers again
+        self.on_gather: Callable[[Any], None] = lambda unit: None  # called before a unit's gather starts
+        self.on_renew: Callable[[Any], None] = lambda unit: None  # called before a unit is gathered again in a pass
         self.gradient_to_write: Callable[[Any], tuple[torch.Tensor, bool]]  # the method of the model's `Reductions`
 
     def share_lanes(self, other: "Channels") -> None:

@@ -24,7 +24,7 @@ expect_more(more)                    whether further microbatches of a schedule 
 ready(unit)                          the gradients of `unit` in this backward are complete: pack them, reduce if due
 note_failure(what, error)            `what` raised `error`; the engine reports this if the pass ends with that error
 recover()                            called before each forward. Cleans up if the last pass has failed. Returns whether
-                                     a schedule drives the units; if so, hooks do nothing
+                                     a schedule drives the units; if so, hooks only cast inputs and outputs
 """
 
 from collections.abc import Sequence

@@ -3,16 +3,16 @@
     forward   before  acquire; the inputs' gradients mark the end of this call's backward
               after   release, or keep until backward; the outputs' gradients mark the beginning of this call's backward
     backward  begin   acquire
-              end     release, reduce
+              end     reduce, release
               over    (once per backward, by the runtime) end the calls that no hook has ended, compare the ranks'
                       collectives, wait for reductions, publish gradients
 
-A backward with `create_graph=True` is like a forward. The second backward, which goes through the first one, begins at
+A backward with `create_graph=True` records a graph, as a forward does. A second backward through this graph begins at
 the gradients of the call's inputs, and needs the weights until it reaches these inputs.
 
 A forward inside a backward is a recomputation by activation checkpointing. If the unit's own backward has begun, its
-weights are held and the hooks do nothing. If that backward is still to come, the weights are kept for it. Hooks also do
-nothing while a schedule drives the units.
+weights are held, and the hooks only cast inputs and outputs. If that backward is still to come, the weights are kept
+for it. While a schedule drives the units, the hooks also only cast.
 """
 
 import weakref
@@ -40,9 +40,9 @@ class ForwardCall:
         self.driver = driver
         self.unit = driver.unit
         self.begun = False  # whether its backward is under way
-        self._retained = False
+        self._retained = False  # whether autograd keeps the graph for another backward
         self._ended_in = -1  # the id of autograd's graph task in which this call's backward last ended
-        self._moves = self.unit.moves
+        self._moves = self.unit.moves  # at the forward: a retained graph has views of the weights at these addresses
         self._engine = engine  # a strong reference: the root may be freed before the backward
         self._stretch: Stretch | None = None
         self._known = weakref.ref(self, self.unit.calls.discard)
@@ -77,8 +77,8 @@ class ForwardCall:
         engine.offer(unit)
 
     def begin_inside(self, gradient: torch.Tensor) -> None:
-        """Begin the call's backward, unless it has ended. This is a hook on the base of an output that is a view,
-        because the view's own hook does not run if the caller wrote to the view in place."""
+        """Begin the call's backward, unless the running backward has ended it already. This is a hook on the base of an
+        output that is a view, because the view's own hook does not run if the caller wrote to the view in place."""
         if self._ended_in != torch._C._current_graph_task_id():
             self.begin()
 
@@ -149,8 +149,8 @@ class HookDriver:
         self.forward_prefetch: list[weakref.ref[Any]] | None = None
         self.backward_prefetch: list[weakref.ref[Any]] | None = None
         self.backwards = 0  # the number of the unit's backwards under way. A forward during one is a recomputation.
-        self._entered: set[int] = set()
-        self._call: ForwardCall | None = None
+        self._entered: set[int] = set()  # the ids of the unit's modules that the current forward has called
+        self._call: ForwardCall | None = None  # the current forward, if autograd records it
         self._hold = Hold(f"a forward of {unit.kind}")
         self._stretch: Stretch | None = None
 
@@ -176,7 +176,7 @@ class HookDriver:
 
     def _enter(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Prepare a forward. Return its inputs, cast and marked, and a function to call afterwards. The function is
-        None if hooks do nothing in this call."""
+        None if hooks only cast in this call; the inputs are then not marked."""
         if engine.recover() or self.backwards or id(module) in self._entered:
             return *self.unit.policy.cast_inputs((args, kwargs)), None
         traced = torch._C._get_tracing_state() is not None

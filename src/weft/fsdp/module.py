@@ -115,7 +115,7 @@ class FSDPModule:
                 unit.requires_gradient_sync = reduces
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set, for the whole model, whether the next backward is the last before the optimizer step. Default: True.
+        """Set, for the whole model, whether each backward from now on is a step's last. Default: True.
         "no_shard" and "optim" reduce only in the last backward. The other strategies reduce over the shard axis in
         every backward, and over the outer axis of a 2-D mesh only in the last one."""
         is_last_backward = _switch("set_is_last_backward", is_last_backward)

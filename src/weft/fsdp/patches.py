@@ -75,7 +75,7 @@ PATCHES = (
     Patch("nn.utils", "get_total_norm", norm_at_once),
     Patch("nn.utils.clip_grad", "_clip_grads_with_norm_", clipping_at_once),
     Patch("nn.utils", "clip_grads_with_norm_", clipping_at_once),
-    # torch computes even cuts from placements, and has no hook for placements that store their cuts.
+    # torch derives the cuts of a DTensor from its placements. weft's DTensors store their cuts, which may be uneven.
     Patch("distributed.tensor:DTensor", "from_local", lambda theirs: staticmethod(taking_parts(theirs))),
     Patch("distributed.tensor:DTensor", "redistribute", taking_even),
     Patch(_STATE_DICT, "_broadcast_state_dict", slicing, (*_FULL, "strict", "cpu_offload")),

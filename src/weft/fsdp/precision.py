@@ -39,7 +39,8 @@ class MixedPrecisionPolicy:
       None: quantize parameters with two or three dimensions, except embeddings and experts' biases. If the recipe has
       `compute="scaled"`, None quantizes only the weights of linear layers and experts.
 
-    Raises ValueError for dtypes other than float64, float32, bfloat16 and float16.
+    Raises ValueError for dtypes other than float64, float32, bfloat16 and float16, and for `quantize` without
+    `param_quantization`; TypeError if `param_quantization` is not a recipe.
     """
 
     param_dtype: torch.dtype | None = None

@@ -74,7 +74,8 @@ class Uses:
 
 
 def _take(brought: list[Tensor | None], places: dict[int, int], gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
-    """Store the gradients of some edges in `brought` instead of passing them on. Used as a hook of a node."""
+    """Store the gradients of some edges in `brought` instead of passing them on. Used as a hook of a node. `places`:
+    for the index of each of these edges in `gradients`, the index in `brought`."""
     for index, place in places.items():
         brought[place] = gradients[index]
     return tuple(None if index in places else each for index, each in enumerate(gradients))

@@ -36,6 +36,7 @@ MOST_CHANGES = 4
 """If attributes that a method reads change more often than this, the method runs eagerly from then on, because they
 may change in each call."""
 _ONE = tree_flatten(((torch.empty(0),), {}))[1]
+"""The structure of the arguments of a call with one positional tensor."""
 
 
 class Owner(Protocol):
@@ -58,14 +59,15 @@ class Owner(Protocol):
 
 
 class Signature:
-    """The captures of calls with the same shapes, dtypes and numbers, and samples of their outputs' gradients."""
+    """The captures of calls with the same key (`GraphedCall._key`: shapes, dtypes, numbers, ...). `gradients`: the
+    layouts of the gradients that outputs of an eager call got, by the output's index."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, Sample] = {}
         self.captured: list[Captured] = []
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Record samples of the gradients that these outputs receive."""
+        """When these outputs get gradients, record the gradients' layouts."""
         for number, output in enumerate(outputs):
             if output.requires_grad and not output.is_leaf:
                 output.register_hook(self._remember(number))

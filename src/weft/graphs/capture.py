@@ -76,11 +76,11 @@ class Backend(Protocol):
     def capture(
         self, function: Callable[[], Any], known: Ranges, behind: "Recording | None" = None
     ) -> tuple[Any, Recording]:
-        """Run `function()` one or more times. Return its result, and a recording whose replays write to it.
+        """Run `function()` one or more times. Return its result, and a recording whose replays write into this result.
 
-        `known`: the memory that the function may read but does not allocate. `behind`: a recording that is always
-        replayed before the new one, and whose memory holds valid values now. `capture` does not replay it: a replay
-        could overwrite memory that it shares with recordings made between it and the new one. Raises CaptureRefused if
-        the function cannot be captured.
+        `known`: the memory that the function may read but does not allocate. `behind`: an earlier recording that is
+        always replayed before the new one, and whose memory holds valid values now. `capture` does not replay `behind`:
+        recordings that were made after `behind` may share its memory, and a replay would overwrite their values. Raises
+        CaptureRefused if the function cannot be captured.
         """
         ...

@@ -52,7 +52,7 @@ class Lease:
         self.queue = queue
 
     def end(self) -> None:
-        """End the backward. The capture can then be used again."""
+        """Mark the capture as not busy, so that it can be replayed for another forward."""
         self._captured.rest()
 
 
@@ -171,8 +171,9 @@ class Captured:
         if not uses.of:
             raise CaptureRefused("nothing in it needs a gradient")
         self._trained, self._uses = [*stand_ins, *trained], uses.of
-        # The caller may keep the gradient of an input. Before the next replay, weft copies the gradients of sharded
-        # parameters (when their unit's backward ends) and those summed over ranks (when this function's backward ends).
+        # The caller may keep gradients of inputs and of unsharded parameters beyond the next replay. weft copies the
+        # others before: those of sharded parameters when their unit's backward ends, and those that are summed over
+        # ranks when this function's backward ends.
         may_be_kept = (
             [True] * len(self._needs) + [False] * len(alike) + [not self._places.is_owned(it) for it in self._trained]
         )
@@ -184,8 +185,8 @@ class Captured:
         def capture(function: Callable[[], Any], more: Ranges) -> tuple[Any, Any]:
             return backend.capture(function, [*known, *more], self._forward)
 
-        # A backward that is recorded later must read the same memory as this one. By then, replays have overwritten the
-        # saved tensors with the values of the forward to which the later backward belongs.
+        # `Backward` may record another form of gradients later. The saved tensors then contain the values of the latest
+        # replay, whose backward is recorded. `Backward` resets their versions, so that autograd does not refuse them.
         saved = [*self._places.tensors(), *map(local, self._places.tensors()), *entered]
         self._backward = Backward(capture, uses, saved, trained, self._places.restored, self._count, self._delays, kept)
         samples = [gradients.get(number) for number, each in numbered if each.requires_grad]
@@ -214,7 +215,9 @@ class Captured:
     def _check_later(self, outputs: Sequence[Tensor], entered: Sequence[Tensor], reads: Ranges | None) -> None:
         """Determine the tensors whose versions autograd must check in a backward.
 
-        `reads`: the memory that a backward reads. None if it is unknown.
+        `reads`: the memory that a backward reads. None if it is unknown. Sets `_read`: the parameters and buffers to
+        check; `_shown`: the indices of inputs that share memory with an output; and two flags for each output, `_saved`
+        (a backward reads it) and `_shared` (it shares memory with another tensor).
         """
         places, ranges = [*self._places.tensors()], [*map(range_of, outputs)]
         own = [range_of(local(each)) for each in places]

@@ -1,4 +1,4 @@
-"""`weft.Graphs`: the user's options, from which the engine of a model creates its table of graphed calls."""
+"""`weft.Graphs`: the user's options, from which the runtime of a model creates its `GraphTable`."""
 
 from dataclasses import dataclass
 

@@ -24,7 +24,7 @@ WAY_OUT = "choose other modules in weft.Graphs(modules=...)"
 
 
 class Engine(Protocol):
-    """The properties of a model's engine that graphs need."""
+    """The properties that graphs need of the engine, the runtime that a model's units share."""
 
     @property
     def steady_passes(self) -> int:
@@ -79,7 +79,7 @@ class GraphTable:
         if torch._C._current_graph_task_id() != -1:
             return "a recomputation"
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        # Weft's hooks with `knows_graphs` change only tensors that a capture has copied.
+        # Objects of weft with `knows_graphs` have hooks that change only tensors that a capture has copied.
         if hooks is not None and not getattr(getattr(hooks[0], "__self__", None), "knows_graphs", False):
             return "it runs inside a checkpoint or other hooks on saved tensors"
         if _get_current_dispatch_mode() is not None:

@@ -36,7 +36,8 @@ class Call(NamedTuple):
 
 class Tape:
     """The recorded calls of operators, in order. `made`: the first tensor in each storage that the calls allocated, by
-    the storage's address. `read`: the tensors in other storages that the calls use, by address."""
+    the storage's address. `read`: the tensors in other storages that the calls use, by address. `reads`: the ranges of
+    memory that the calls read but do not allocate."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []

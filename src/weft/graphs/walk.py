@@ -47,6 +47,7 @@ _METHODS = frozenset({FunctionType, classmethod, staticmethod, property, type(No
 _OF_FUNCTION = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _OF_CELL = attrgetter("cell_contents", "cell_contents")
 UNSET = object()
+"""Stands for the value of an attribute that is not set."""
 
 
 class Walk:
@@ -54,8 +55,9 @@ class Walk:
     with another walk's. `kept`: the objects that can change, each with a copy of its contents."""
 
     def __init__(self, modules: Sequence[nn.Module], function: Any) -> None:
-        # What `same` compares before each replay, without Python code for each value: all elements of containers; the
-        # attributes of objects, modules and classes, under the names that they have now; and the number of names.
+        # `same` compares these before each replay, without Python code for each value: the elements of containers
+        # (`_views`); the attributes of objects, modules and classes that exist now (`_getters`, `_of_methods`); and the
+        # numbers of elements and attributes (`_sized`).
         self._views: list[Iterable[Any]] = []
         self._values: list[Any] = []
         self._getters: list[Callable[[Any], tuple]] = []
@@ -289,7 +291,7 @@ class Walk:
 
 
 class Slots:
-    """The values of attributes that are in `__slots__`."""
+    """The values of the attributes `names` of `owner`, which are not in a `__dict__`. `UNSET` for those not set."""
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
         self.owner, self.names = owner, names

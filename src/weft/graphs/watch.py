@@ -71,8 +71,8 @@ class Watch(TorchDispatchMode):
         before = {storage_of(each) for each in given}
         returned = function(*args, **kwargs)
         results = [*enumerate(returned)] if isinstance(returned, (tuple, list)) else [(-1, returned)]
-        # A number that the function has converted to a tensor is a constant, on any device. Attention on CUDA returns
-        # its seed in CPU memory, except during a capture.
+        # All tensors must be on one device, with two exceptions. A 0-D tensor that the function itself created holds a
+        # constant. A 0-D result of attention on CUDA is its seed, which is in CPU memory except during a capture.
         used = [each for each in given if each.dim() or storage_of(each) not in self.made]
         attends = "scaled_dot_product" in function.name()
         used += [each for _, each in results if isinstance(each, Tensor) and (each.dim() or not attends)]

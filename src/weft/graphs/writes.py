@@ -61,7 +61,7 @@ class Writes:
                     del each.main_grad
 
     def begin(self) -> None:
-        """Start a run of the backward, which may be a repetition."""
+        """Forget the calls of an earlier run: a backend may run the backward several times."""
         self.asked.clear()
 
     def _note(self, parameter: nn.Parameter) -> Target:
@@ -70,7 +70,7 @@ class Writes:
 
 
 def _nothing() -> None:
-    """Do nothing: a backward that is only tried may call `weight_gradient` any number of times."""
+    """Do nothing at the end of a trial. A trial has no expected number of calls of `weight_gradient` to check."""
 
 
 class Recorded(NamedTuple):
@@ -169,7 +169,7 @@ class Targets:
         return [range_of(each, writable=True) for each in self._buffers()]
 
     def begin(self) -> None:
-        """Start a run of the backward, which may be a repetition."""
+        """Start a run of the backward: the next call of `answer` is the run's first."""
         self._next = 0
 
     @contextmanager

@@ -62,15 +62,15 @@ class Gathered(Protocol):
 @dataclass
 class _Pass:
     """The state of a pass. `kind`: as in `Trace`. `expected`: the units that the trace expects to be used, in order.
-    `backwards`: for each of these uses, 1 if it needs a separate copy for backward, otherwise 0. `wanted_at`: the units
-    to gather ahead at each position of the trace."""
+    `backwards`: for each of these uses, 1 if it needs backward's copy of the weights, otherwise 0. `wanted_at`: the
+    units to gather ahead at each position of the trace."""
 
     kind: str
     expected: tuple[int, ...] = ()
     backwards: tuple[int, ...] = ()
     wanted_at: dict[tuple[int, bool], tuple[int, ...]] = field(default_factory=dict)
     events: list[tuple[str, int, int]] = field(default_factory=list)  # the events so far: (kind, unit, detail)
-    position: int = 0
+    position: int = 0  # the number of uses so far
     wanted: tuple[int, ...] = ()  # the units that should be gathered ahead after the latest use
     gathered: set[int] = field(default_factory=set)  # the units of the bundles that were gathered
     on_plan: bool = True  # whether the pass has followed its trace so far
@@ -88,7 +88,7 @@ class GatherOrder:
         self.traces: dict[str, Trace] = {}
         """The last trace of each kind of pass."""
         self.off_plan: dict[str, int] = {}
-        """The number of passes that deviated from their trace, by reason."""
+        """The number of passes that used a unit out of the order of their trace, by reason. Early ends do not count."""
         self.current = _Pass("forward")
         self._around: _Pass | None = None
         """The pass around the current backward: for example, a forward inside which a gradient is computed."""
@@ -162,6 +162,7 @@ class GatherOrder:
             self.traces[kind] = Trace(kind, tuple(Event(*event) for event in events))
 
     def waits(self, unit: int) -> None:
+        """Record that the gradients of `unit` wait for another backward before they are reduced."""
         self.current.waits = self.current.kind == "backward"
         self.current.events.append(("later", unit, 0))
 

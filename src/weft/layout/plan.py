@@ -128,7 +128,8 @@ class Plan:
     - `peak_bytes`: the most live bytes of "gathered weights" and of "partial gradients".
     - `alive`: the sets of units whose weights are gathered at the same time. Units are given by number.
     - `names`: the names of the units, by number.
-    - `off_plan`: how many passes so far deviated from the previous pass of their kind, by reason.
+    - `off_plan`: how many passes so far used other units than the previous pass of their kind, or used them in another
+      order, by reason. Passes that only end early do not count.
     - `addresses`: the byte offset of each unit's weights in the slab of all weights, by unit name.
     """
 

@@ -143,6 +143,7 @@ class ReductionOrder(ABC):
             self.pack_group(unit, group, defer=True)
 
     def start(self, unit: int, groups: Sequence[Any]) -> None:
+        """Start to reduce `groups` of `unit`, each in a separate message."""
         for group in groups:
             self.make_room(unit, group, defer=False)
             self._under_way.append((unit, unit, group, self.reduce_group(unit, group)))

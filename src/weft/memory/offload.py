@@ -6,9 +6,9 @@
     main gradients  <-- download lane ---------- this rank's reduced gradients
     optimizer state and step: on the CPU
 
-Both transfers overlap with the computation. The host waits twice in a step. At the end of a forward it waits for the
-uploads, because the weights that they read may be written next. At the end of a backward it waits for the downloads,
-because the optimizer reads the gradients next. On a CPU mesh, offloading works too, but saves nothing.
+Both transfers overlap with the computation. At the end of each pass the host waits for the uploads, because the
+weights that they read may be written next. At the end of a backward it also waits for the downloads, because the
+optimizer reads the gradients next. On a CPU mesh, offloading works too, but saves nothing.
 """
 
 from typing import Any

@@ -5,11 +5,13 @@
     "trace"     own memory, lifetimes recorded    a fixed place in one slab: nothing is allocated
     "caching"   memory from torch's allocator, allocated and freed each time
 
-Autograd saves views of gathered weights, so a buffer's address must not change between a forward and its backward. Its
-place in the slab is fixed. A buffer with separate memory keeps one storage, which is resized to 0 and back. If a step
-uses buffers in a new way (a pass in another order, a block used twice), a buffer without a free place takes separate
-memory. This counts as a fallback and leads to a new plan after the step. A plan covers all steps so far. If such a
-plan would take more than `PATIENCE` times the peak of live bytes, the new plan covers only the last step.
+A step is a forward with its backward, an evaluation, or a schedule.
+
+Autograd saves views of gathered weights. These views must be valid again in the backward, so a buffer has one fixed
+place in the slab. A buffer with separate memory keeps one storage, which is resized to 0 and back. If a step uses
+buffers in a new way (a pass in another order, a block used twice), a buffer without a free place takes separate memory.
+This counts as a fallback and leads to a new plan after the step. A plan covers all steps so far. If such a plan would
+take more than `PATIENCE` times the peak of live bytes, the new plan covers only the last step.
 
 A buffer that must return to its place may find another buffer there. This happens only in unforeseen cases, for example
 if a user unshards all layers between a forward and its backward. If no computation uses the other buffer, its values
@@ -111,6 +113,7 @@ class Pool:
         """Per buffer, the buffers whose planned places overlap with its own; filled on demand."""
         self._alive: dict[Transient, None] = {}
         self._met: dict[Transient, dict[Transient, int]] = {}
+        """Per buffer, the buffers that were, or may be, alive together with it, each with the latest such step."""
         self._home: Any = _UNKNOWN
         """The stream that first took memory. The slab belongs to it, even if a backward ends on another stream."""
         self._step = self._changed = self._step_peak = 0

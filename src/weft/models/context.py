@@ -239,7 +239,7 @@ class Slices:
         """Return the `size` positions before each of this rank's slices of `x` [batch, 2 width, ...].
 
         The result is [2 batch, size, ...]. It is zero at positions that are not in the same document as the first
-        position of the slice.
+        position of the slice. Collective. Raises `ValueError` if a slice has fewer than `size` positions.
         """
         if self.width < size:
             raise ValueError(
@@ -347,14 +347,14 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
         part = context_part({"tokens": tokens, "labels": labels, "documents": documents}, meshes)
         loss = model(part.pop("tokens"), **part)
 
-    Rows are padded to a multiple of 2 x cp, or of cp x lcm(2, tp) with tensor-parallel ranks. "labels" are set to -100
-    in padding. If the batch has "documents", the labels at the last positions of documents are set to -100 too. (For
-    the exception see `Documents.continues`.) The result always has "documents": a `Slices`, which the model takes in
-    place of a `Documents`.
+    Rows are padded at their end to a multiple of 2 x cp, or of cp x lcm(2, tp) with tensor-parallel ranks: "labels"
+    with -100, all other tensors with 0. If the batch has "documents", the labels in their padding and at the last
+    positions of documents are set to -100 too. (For the exception see `Documents.continues`.) The result always has
+    "documents": a `Slices`, which the model takes in place of a `Documents`.
 
-    Raises `ValueError` if `meshes.cp` is None, if a value is not a tensor, and if the shape of a tensor does not begin
-    with the shape of "tokens". Raises `TypeError` if the batch has no "tokens", and if "documents" is not a
-    `Documents`. A `Slices` is rejected too: its batch is already cut.
+    Raises `ValueError` if `meshes.cp` is None, if a value is not a tensor, and if the shape of a tensor or of
+    "documents" does not fit "tokens". Raises `TypeError` if the batch has no tensor "tokens", and if "documents" is not
+    a `Documents`. A `Slices` is rejected too: its batch is already cut.
     """
     if meshes.cp is None:
         raise ValueError(
@@ -413,8 +413,8 @@ def _padded(documents: Documents, missing: int) -> Documents:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks. All ranks compute the same result from the sum, so backward multiplies the gradient by
-    the number of ranks."""
+    """The sum over the ranks. Gradients are later averaged over the ranks, because context-parallel ranks count as
+    data-parallel ranks. Backward multiplies the gradient by the number of ranks, so that this average is a sum."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:

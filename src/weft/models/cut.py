@@ -28,7 +28,7 @@ def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placeme
 
     `chunks`: the number of stages on each rank. Default: the number of the pattern's segments divided by the number of
     pipeline ranks, or 1 if the pattern has no `|`. `placement`: which stages a rank gets, "loop" or "v" (see
-    `weft.pipeline.placement`).
+    `weft.pipeline.placement`). Raises `ValueError` if `chunks` or `placement` does not fit the pattern and the ranks.
     """
     mesh = meshes.pp if meshes is not None else None
     ranks = mesh.size() if mesh is not None else 1

@@ -55,8 +55,9 @@ class Documents:
       at the row's last position, which is the first token after the row. Otherwise, the loss ignores this label.
 
     Two `Documents` are equal if all their fields are equal. The constructor checks the fields on the host. It raises
-    `ValueError` if the starts do not ascend, if a start is outside of the batch, if the first position of a row is not
-    a start, or if an index in `padding` is invalid.
+    `ValueError` if the batch has no position, if the starts do not ascend, if a start is outside of the batch, if the
+    first position of a row is not a start, or if an index in `padding` is invalid. The methods `from_...` raise
+    `TypeError` for an argument that is not a tensor.
     """
 
     batch: int
@@ -283,7 +284,7 @@ class Documents:
         return ConvolutionLayout(places, self.batch * self.seq + before * len(self.starts))
 
     def kept(self, device: torch.device | str, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `make()`, moved to `device`. It is cached in this object by `device` and `name`."""
+        """Return the result of `make()`, moved to `device`. This object caches the result by `device` and `name`."""
         key = torch.device(device), name
         if key not in self._made:
             self._made[key] = self._placed(make(), key[0])

@@ -85,7 +85,7 @@ class Gathering:
         self._buffers = full, source
 
     def receive(self) -> list[Tensor]:
-        """Wait for `send`; return each part of all ranks, [ranks, ...]."""
+        """Wait for `send`; return, for each part, the tensors of all ranks, [ranks, ...]."""
         full = self._awaited()[0].view(self._group.size(), -1)
         return [part.unflatten(1, shape) for part, shape in zip(full.split(self._sizes, dim=1), self._shapes)]
 
@@ -125,7 +125,7 @@ class Exchanging(Gathering):
         self.send(gradients)
 
     def receive_back(self) -> list[Tensor]:
-        """Wait for `send_back`; return the gradients [ranks, ...] of each part."""
+        """Wait for `send_back`; return the gradient of each part, [ranks, ...]."""
         return self.receive()
 
 

@@ -73,6 +73,7 @@ def generate(
     The model sees no padding. In the first step, it reads the first n tokens of each row, where n is the length of the
     shortest prompt. In each later step, it reads one token of each row: the next token of the prompt or, after the
     prompt's end, the last sampled token. While the model still reads the prompt of a row, -1 is yielded for that row.
+    The first step raises `ValueError` if `lengths` does not fit `tokens`.
     """
     cache: Cache = {}
     lengths = [tokens.shape[1]] * len(tokens) if lengths is None else list(lengths)
@@ -105,7 +106,7 @@ def continuations(
 
     A continuation ends at a token of `ends`, which is not yielded, or after `most` tokens. A step in which every entry
     is None is not yielded. The iterator ends when all continuations have ended. `options`: keyword arguments of
-    `generate`.
+    `generate`. The model must be on torch's default device, on which the prompts' tensor is created.
     """
     lengths = [len(prompt) for prompt in prompts]
     tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)

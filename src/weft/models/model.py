@@ -46,8 +46,10 @@ class HybridModel(nn.Module):
       ranks, or 1 for a pattern without `|`.
     - `placement`: which stages a rank gets, "loop" or "v" (see `weft.pipeline.placement`).
 
-    With `meshes.tp`, every layer is split over the ranks of that axis (see `weft.models.tensor_parallel`). All of these
-    ranks call the model with the same tokens and get the same loss. The parameters are DTensors.
+    With `meshes.tp`, layers are split over the ranks of that axis (see `weft.models.tensor_parallel`). Experts are not
+    split if `meshes.etp` is None. All of these ranks call the model with the same tokens, and get the same logits and
+    the same loss. The parameters are DTensors. A rank has the hidden states of only some positions: where a docstring
+    of this class gives their shape as [batch, seq, hidden] or [B, S, D], a rank has [batch, seq / tp, hidden].
 
     Raises `ValueError` if an axis of `meshes`, or the size of an axis, does not fit the model. An example is `ep` for a
     pattern without experts. Also raises `ValueError` if `chunks` or `placement` does not fit the pattern and the ranks.
@@ -88,8 +90,8 @@ class HybridModel(nn.Module):
                 dispatcher_of(cfg, meshes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HybridModel":
-        """Restore attributes of parameters after a move to another dtype or device. In such a move, torch drops the
-        attributes of DTensors."""
+        """Apply `fn` to all tensors as `nn.Module` does, but keep the attributes of parameters. torch drops the
+        attributes of DTensors when it moves them to another dtype or device."""
         before = [
             (module, name, vars(p))
             for module in self.modules()
@@ -181,10 +183,10 @@ class HybridModel(nn.Module):
         losses: Sequence[Tensor],
         documents: Borders | None = None,
     ) -> Tensor:
-        """Return the mean cross-entropy, a scalar. In training mode, add the losses of layers and of prediction depths.
+        """Return the mean cross-entropy, a scalar. In training mode, add `losses` and the losses of prediction depths.
 
-        `x_BSD`: the last layer's output, before the final norm. `losses`: the auxiliary losses of the layers, such as
-        routers, each a scalar.
+        `x_BSD`: the last layer's output, before the final norm. `losses`: the auxiliary losses of the layers (the
+        losses of their routers), each a scalar. The other arguments: see `forward`.
         """
         outputs, added = self._outputs(x_BSD, tokens, self.depths if self.training else (), documents)
         return self.total_loss(outputs, labels, [*losses, *added], documents)
@@ -218,7 +220,7 @@ class HybridModel(nn.Module):
         """Compute the loss from the hidden states of the model and, in training mode, of each prediction depth.
 
         `hidden`: the hidden states [B, S, D] of the model, then of each depth in order, all after their final norms.
-        `losses`: scalars that are added in training mode.
+        `losses`: scalars that are added in training mode. The other arguments: see `forward`.
         """
         if documents is not None:
             labels = documents.labels(labels)
@@ -273,8 +275,8 @@ class HybridModel(nn.Module):
             )
 
     def _to_read(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Return the tokens to read, usually `tokens`. If these change the rotation of earlier positions, empty the
-        cache and return the whole sequence."""
+        """Return the tokens to read, usually `tokens`. If the sequence has become so long that the rotation of earlier
+        positions changes, empty the cache and return the whole sequence."""
         if (scaling := self.decoder.scaling_by_length) is None:
             return tokens
         known = cache.get(self, {}).get("tokens", tokens[:, :0])
@@ -300,10 +302,11 @@ class HybridModel(nn.Module):
                 -100 to ignore the position.
             cache: a dict for generation. Pass an empty dict to the first call, and the same dict to later calls. The
                 `tokens` of a later call continue the sequence of the earlier calls. Each call updates the dict and
-                returns the logits of its own `tokens`. They are equal to the logits of one call with the whole
-                sequence. The exception is a `rope_scaling` of type "dynamic" or "longrope", whose rotation depends on
-                the length of the sequence. The logits are then equal to the logits of one call with the sequence up to
-                these `tokens`. A call that changes the rotation of earlier positions recomputes these positions.
+                returns the logits of its own `tokens`. They are equal to the logits that one call with the whole
+                sequence returns for these positions. The exception is a `rope_scaling` of type "dynamic" or "longrope",
+                whose rotation depends on the length of the sequence. The logits are then equal to those of one call
+                with the sequence up to these `tokens`. A call that changes the rotation of earlier positions recomputes
+                these positions.
             documents: the documents and the padding in the rows. No information passes between documents. The label at
                 a document's last position is ignored (for the exception see `Documents.continues`).
             depths: if True, return only a list with the logits of each prediction depth (see `prediction_logits`).
@@ -313,10 +316,11 @@ class HybridModel(nn.Module):
         losses of routers and prediction depths are added to it.
 
         Raises:
-            ValueError: for `documents` whose shape differs from the shape of `tokens`, for a cache that holds only
-                states of other models or has a different number of rows, for `documents` together with a cache, and for
-                `depths` together with labels or a cache. With tensor parallelism, for any cache. With context
-                parallelism, for a batch that is not from `context_part`.
+            ValueError: for `documents` or `labels` whose shape differs from the shape of `tokens`, for a cache that
+                holds only states of other models or has a different number of rows, for `documents` together with a
+                cache, and for `depths` together with labels or a cache. With tensor parallelism, for any cache, and for
+                rows whose length is not a multiple of tp. With context parallelism, for a batch that is not from
+                `context_part`.
             TypeError: for `documents` of a wrong type.
             RuntimeError: if the model is cut into pipeline stages on several ranks.
         """

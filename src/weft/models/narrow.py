@@ -1,8 +1,9 @@
 """Chooses which weights of a hybrid model are quantized when they are gathered.
 
-quantized        projections of attention, recurrent layers and MLPs; shared and routed experts
-unquantized      norms, biases, convolutions, decays, routers and other gates, embedding, head, and the projection of
-                 each prediction depth
+quantized        projections of attention, recurrent layers, MLPs and experts (routed and shared), including projections
+                 that compute gates, and projections to and from the latent of experts
+unquantized      norms, biases, attention sinks, convolutions, decay parameters, routers, the shared expert's gate,
+                 embedding, head, and the projection of each prediction depth
 """
 
 from collections.abc import Iterator
@@ -24,8 +25,9 @@ def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPre
     """Return a copy of `policy` whose `quantize` function selects weights of `model` (see the top of this file).
 
     Return `policy` itself if it has no `param_quantization`, or if its `quantize` is your own function. If `quantize`
-    is `except_ends(first, last)`, the first `first` and the last `last` layers are not quantized. Raises `ValueError`
-    if no layer would be quantized.
+    is `except_ends(first, last)`, the first `first` and the last `last` layers are not quantized. Each symbol of the
+    pattern counts as a layer, including the symbols of prediction depths. Raises `ValueError` if no layer would be
+    quantized.
     """
     if policy.param_quantization is None or not (policy.quantize is None or isinstance(policy.quantize, ExceptEnds)):
         return policy
@@ -41,7 +43,7 @@ def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPre
     for number, block in _blocks(model):
         if ends.first <= number < count - ends.last:
             for weight in _weights(block):
-                vars(weight)[_MARK] = True  # a mark that remains when experts are spread over ranks
+                vars(weight)[_MARK] = True  # an attribute: `spread` replaces experts' parameters, but keeps attributes
     return replace(policy, quantize=lambda name, parameter: _MARK in vars(parameter))
 
 
@@ -62,7 +64,7 @@ def _blocks(model: HybridModel) -> Iterator[tuple[int, nn.Module]]:
 def _weights(block: nn.Module) -> Iterator[nn.Parameter]:
     for module in block.modules():
         if isinstance(module, nn.Linear):
-            if module.out_features > 1:  # a projection to one number is a gate, and not quantized
+            if module.out_features > 1:  # the gate of the shared expert has one output, and is not quantized
                 yield cast(nn.Parameter, module.weight)
         elif isinstance(module, GroupedExperts):
             for name, weight in module.named_parameters(recurse=False):

@@ -17,6 +17,9 @@
 A physical layer is one symbol. Physical layers are numbered from 1. A logical layer is a group, or a symbol outside of
 groups. Logical layers are numbered from 0. The pattern `M[*-]|M[*E]/[*E]` has two pipeline segments with two logical
 layers each, and one prediction depth with one logical layer.
+
+In a group, only the last symbol can be `-` or `E`, and no two symbols have the same key. The main part uses either `+`,
+or `*` and `P`, and so does each prediction part. All prediction parts are written alike.
 """
 
 from dataclasses import dataclass
@@ -46,8 +49,9 @@ class LogicalLayer:
 class Pattern:
     """A parsed pattern.
 
-    `segments`: the logical layers of each pipeline segment of the main part (before the first `/`). `prediction`: the
-    logical layers of one prediction part; all prediction parts are alike. `depths`: the number of prediction parts.
+    `text`: the pattern as written. `segments`: the logical layers of each pipeline segment of the main part (before the
+    first `/`). `prediction`: the logical layers of one prediction part; all prediction parts are alike. `depths`: the
+    number of prediction parts.
     """
 
     text: str

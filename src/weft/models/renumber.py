@@ -1,7 +1,7 @@
 """Loads checkpoints of models that group the same layers differently. For example, a model `[*-][*E]` loads a
 checkpoint of a model `*-*E`, and vice versa.
 
-Two patterns with the same symbols differ only in the numbers of their logical layers:
+If two patterns have the same symbols, the names of the weights differ only in the number of the logical layer:
 
     [*-][*E]   decoder.layers.0.self_attention   .0.mlp   .1.self_attention   .1.mlp
     *-*E       decoder.layers.0.self_attention   .1.mlp   .2.self_attention   .3.mlp
@@ -26,8 +26,8 @@ Numbers = Mapping[tuple[str, int, str], int]
 
 
 def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
-    """Return `state` with its values wrapped, so that `CheckpointManager.load` can load a checkpoint whose pattern
-    groups the same symbols differently.
+    """Return `state` with its stateful objects wrapped, so that `CheckpointManager.load` can load a checkpoint whose
+    pattern groups the same symbols differently.
 
     The first entry of `state` must be the model, and `cfg` its configuration. If the checkpoint has other symbols, or
     has them in another order, `load` raises `CheckpointMismatch`, which lists the differences.
@@ -41,7 +41,8 @@ def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
 
 
 class _Spelling:
-    """The numbers of the model's logical layers in a checkpoint, known after `look_at`."""
+    """How a checkpoint numbers the model's logical layers. `look_at` sets `theirs`, which maps the model's numbers to
+    the checkpoint's, and `ours`, the inverse."""
 
     def __init__(self, cfg: HybridConfig) -> None:
         pattern = cfg.parsed
@@ -75,7 +76,10 @@ def _numbers(stack: str, layers: Iterable[LogicalLayer], stored: Mapping[int, se
 
 
 class _Renumbered:
-    """A stateful object whose state dict has a checkpoint's names in place of the model's names."""
+    """A stateful object whose state dict has a checkpoint's names in place of the model's names.
+
+    `decides`: whether `inner` is the model, whose keys in the checkpoint show how the checkpoint numbers its layers.
+    """
 
     def __init__(self, inner: Stateful, spelling: _Spelling, *, decides: bool) -> None:
         self.inner, self.spelling, self.decides = inner, spelling, decides

@@ -15,10 +15,10 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
 
     Each logical layer and each prediction depth becomes one unit over `meshes.dense`. In each layer, experts that
     are spread over ranks become a separate unit over `meshes.expert`. Each parameter of these experts is a DTensor with
-    the shape of all experts, and is also sharded over `meshes.ep`. The gradients of experts are averaged over all
-    data-parallel ranks, like all other gradients. An embedding that the first and the last stage of a pipeline share is
-    one more unit. The model itself is the root unit. The root unit has this rank's other parameters: embedding, final
-    norm and head.
+    the shape of all experts, and is also sharded over `meshes.ep` (over `meshes.expert_parts` if `meshes.etp` splits
+    each expert). The gradients of experts are averaged over all data-parallel ranks, like all other gradients. An
+    embedding that the first and the last stage of a pipeline share is one more unit. The model itself is the root unit.
+    The root unit has this rank's other parameters: embedding, final norm and head.
 
     `options` are passed to each `weft.fully_shard` call, with these exceptions:
 
@@ -32,7 +32,8 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     are quantized. With `quantize=weft.quantize.except_ends(first, last)`, the layers of the pattern's first `first`
     and last `last` symbols are not quantized.
 
-    Raises `TypeError` if `model` is not a `HybridModel`, and `ValueError` if `meshes` does not fit the model.
+    Raises `TypeError` if `model` is not a `HybridModel`, and `ValueError` if `meshes` does not fit the model, or if
+    `except_ends` leaves no layer to quantize.
     """
     if not isinstance(model, HybridModel):
         raise TypeError(f"models.shard got a {type(model).__name__}: pass a HybridModel; fully_shard takes any module")

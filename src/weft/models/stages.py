@@ -1,4 +1,4 @@
-"""Exchanges small values between the pipeline stages of a model, such as losses by name."""
+"""Exchanges small values between the pipeline stages of a model, such as a dictionary of losses."""
 
 from typing import Any, TypeVar
 

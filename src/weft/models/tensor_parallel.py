@@ -1,10 +1,12 @@
-"""Tensor parallelism with sequence parallelism: every layer is split over the `tp` ranks of a mesh axis.
+"""Tensor parallelism with sequence parallelism: layers are split over the `tp` ranks of a mesh axis.
 
 Between blocks, each of the `tp` ranks has a part of the positions, [B, S / tp, D]. In a block, a rank gathers all
 positions and computes its own heads, groups or columns. The output of the last projection is reduce-scattered over the
 positions:
 
     x [B, S/tp, D]   norm   gather   [B, S, D]   this rank's heads   last projection   sum, scatter   [B, S/tp, D]
+
+Experts may also stay whole (see `TensorRanks.experts`). Each rank then routes only its own positions, without a gather.
 
 `cuts_of` lists how each parameter is divided. A parameter that is not cut has a partial gradient on each rank: norms
 see only this rank's positions, and modules between the gather and the scatter see only this rank's heads. These
@@ -33,7 +35,7 @@ CUT, ALIKE, SPREAD = "cut", "alike", "spread"
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """The tensor-parallel ranks, over which every layer is split. `mesh`: the 1-D mesh of these ranks."""
+    """The tensor-parallel ranks, over which layers are split. `mesh`: the 1-D mesh of these ranks."""
 
     mesh: DeviceMesh
     experts: str = CUT

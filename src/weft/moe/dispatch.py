@@ -89,13 +89,13 @@ class Arrival:
         self, rows: Tensor | Callable[[], Tensor], ticket: Ticket | None = None, source: Tensor | None = None
     ) -> None:
         """`rows`: the rows, or a function that returns them once `ticket`, the exchange in flight, has ended.
-        `source`: the sent tensor."""
+        `source`: the sent tensor, which this object keeps alive until then."""
         self._rows = rows
         self._ticket = ticket
         self._source = source
 
     def __del__(self) -> None:
-        """Keep alive the memory of an exchange that still runs."""
+        """Wait for an exchange that still runs (on CUDA, on the stream), so that its memory is not reused too early."""
         if self._ticket is not None:
             self._ticket.abandon()
 
@@ -315,8 +315,9 @@ class AllToAll:
 
 
 class _ExchangeHandle(Handle):
-    """The handle of an all-to-all. `sent_to`, `received_from`: the number of rows to and from each rank. `room`: the
-    number of rows in the layer's buffer, at least `sent`."""
+    """The handle of an all-to-all. `sent_to`, `received_from`: the number of rows to and from each rank. `has_visits`:
+    whether `rows_per` is "rank". `room`: if so, the number of rows that were passed to `dispatch`, which may be more
+    than `sent`; otherwise 0."""
 
     def __init__(
         self, ranks: int, has_visits: bool, counts: Tensor, received: Tensor, host: Tensor, ticket: Ticket

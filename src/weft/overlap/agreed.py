@@ -44,9 +44,11 @@ class _Word:
 
     @property
     def both_ways(self) -> tuple[int, int]:
+        """Two numbers for `agree`, which returns the maximum of each: the second maximum is minus the minimum."""
         return self.value, -self.value
 
     def compare(self, highest: int, lowest: int) -> None:
+        """Compare the ranks' numbers. `highest`, `lowest`: the maxima over the ranks of the two `both_ways`."""
         self.differs |= highest != -lowest
 
 
@@ -60,9 +62,10 @@ def agree_on_schedule(
 ) -> bool:
     """Raise CollectiveMismatch on all ranks that communicate in a schedule if they call it with different arguments.
 
-    `what`: the schedule's name. `order`: all options that determine the order of exchanges. Returns True if this is the
-    model's first schedule, or if the model's compute dtypes have changed on any rank of the pipeline since its previous
-    schedule. The dtypes of the messages between stages may then have changed too. Without a pipeline, returns False.
+    `what`: the schedule's name, or a description of the evaluation. `order`: everything that determines the order of
+    exchanges: the table's entries and the options. Returns True if this is the model's first schedule, or if the
+    model's compute dtypes have changed on any rank of the pipeline since its previous schedule. The dtypes of the
+    messages between stages may then have changed too. Without a pipeline, returns False.
     """
     experts = _groups_of_experts(layers)
     if cut.group is None and not experts:

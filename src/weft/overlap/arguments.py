@@ -46,7 +46,7 @@ def _layers_in(model: Any) -> list[StagedLayer]:
 
 def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
     """Return the layers of each depth of multi-token prediction. The list is empty in evaluation mode, because depths
-    run only in training mode."""
+    run only in training mode. Raises the errors of `layers_of` for a depth that does not follow `StagedDepth`."""
     depths = getattr(model, "depths", ())
     if not depths or not model.training:
         return []

@@ -1,4 +1,4 @@
-"""Expands one rank's entries in a schedule's table, such as a pair of a forward and a backward, into layers' steps."""
+"""Expands the entries of one rank in a table, such as a pair of a forward and a backward, into steps of layers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -73,7 +73,7 @@ def _beside_first(steps: Sequence[Step], owed: Sequence[Step]) -> int:
 
 
 def _last_weights(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps that compute delayed weight gradients after the last data-gradient step of a layer."""
+    """Return the steps of delayed weight gradients that follow the last step that computes a layer's data gradients."""
     data = (
         number
         for number, step in enumerate(steps)

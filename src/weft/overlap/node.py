@@ -131,7 +131,7 @@ def _sequence_number() -> int:
 def _is_cached_cast(node: Any) -> bool:
     """Return whether `node` is the cast of a parameter that autocast caches and shares between uses.
 
-    The backward of the cast saves nothing, so it may run once per use.
+    The backward of the cast needs no saved tensors, so it can run several times: once for each use.
     """
     return node.name() == "ToCopyBackward0" and all(hasattr(each, "variable") for each, _ in node.next_functions)
 

@@ -29,7 +29,8 @@ from weft.pipeline.transport import Transport
 
 CHECKED_MICROBATCHES = 4
 _checked: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
-"""For each model, the number of microbatches that have been searched for undeclared tensors."""
+"""For each model, how many microbatches `forward_backward` has run. It searches the first `CHECKED_MICROBATCHES` for
+undeclared tensors."""
 _transports: "weakref.WeakKeyDictionary[nn.Module, Transport]" = weakref.WeakKeyDictionary()
 
 

@@ -10,9 +10,10 @@ because activation checkpointing must recompute in backward exactly what the for
     F.linear             [..., in] by a parameter [out, in]              vectors; biases of more than one dimension
     F.grouped_mm         [rows, in] by a parameter [groups, in, out],    products of other dimensions; with a bias or
                          groups of rows ending at `offs`                 another dtype for the output
-    both                                                                 weights that are frozen, computed or hooked;
-                                                                         DTensors and other subclasses; autocast; what
-                                                                         torch.compile or torch.func traces
+    both                                                                 weights that are frozen, computed from other
+                                                                         tensors, or have hooks on their gradients;
+                                                                         DTensors and other subclasses; products under
+                                                                         autocast, torch.compile or torch.func
 """
 
 from collections.abc import Callable

@@ -78,7 +78,8 @@ def _counted(number: float, what: str, plural: str = "s") -> str:
 
 
 class _Chart:
-    """The rows of the drawing. `scale`: text columns per unit of time."""
+    """The rows of the drawing, wrapped into bands: a band has a ruler and one line for each rank. `scale`: text columns
+    per unit of time."""
 
     def __init__(self, simulation: Simulation, width: int) -> None:
         self.simulation, table = simulation, simulation.table
@@ -98,7 +99,8 @@ class _Chart:
         self._drawn = min(self._bands, max(MOST_DRAWN // (len(self.simulation.table.ranks) + 2), 1))
 
     def _shortest(self, kinds: str) -> float:
-        """Return the shortest duration of an action of `kinds`. Pairs of two kinds and durations of 0 are ignored."""
+        """Return the shortest duration of an action of `kinds`, without durations of 0. An action in a pair of two
+        forwards or two backwards counts as half of the pair. Pairs F+B are left out."""
         times = [
             (end - start) / len(entry)
             for entries, spans in zip(self.simulation.table.ranks, self.simulation.spans)
@@ -153,7 +155,8 @@ class _Chart:
         return row
 
     def _append(self, row: Text, entry: Entry, columns: int) -> None:
-        """Append an entry of `columns` columns: its label, dashes, and a blank in the last column if there is room."""
+        """Append an entry of `columns` columns: its label, dashes, and a blank in the last column. A label that is too
+        long is cut. Without labels: a letter and dashes, in all columns."""
         if not self.labeled:
             row.append(_kind(entry).ljust(columns, "-")[:columns], style=_style(_kind(entry), entry[0].chunk))
             return

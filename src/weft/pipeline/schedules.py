@@ -4,7 +4,7 @@
     ------------  -------  -----------  -----------------  -------------------------------------------------------
     gpipe         any (1)  in a loop    any                all forwards, all backwards
     1f1b          1        in a loop    any                p-1-r forwards; F, B, F, B ...; remaining backwards
-    interleaved   any (2)  in a loop    any                more forwards, of all chunks; F, B ...; remaining backwards
+    interleaved   any (2)  in a loop    any                as 1f1b, but more forwards first, of several chunks
     combined      any (2)  in a loop    any                as interleaved, one more forward; pairs F+B; backwards
     paired        any (2)  in a loop    any                pairs F+F; pairs F+B; pairs B+B
     dualpipev     2        in a V       2p or more         forwards; pairs F+B; separate I and W at both ends

@@ -48,7 +48,7 @@ class Channel:
 
     def __init__(self, group: dist.ProcessGroup, peer: int, number: int, title: str, device: torch.device) -> None:
         """`group`: the group of this rank and the other end. `peer`: the other end's rank in `group`. `number`: the
-        channel's number in `group`."""
+        channel's number in `group`. `title`: what the messages are, in errors and in a timeline."""
         self.group = group
         self._peer = peer
         self._number = number
@@ -170,6 +170,7 @@ class Channel:
             self._told.append(send([said], host, self._peer, self._tag))
 
     def _hear(self) -> Shapes:
+        """Wait for the shapes that the other end's `_tell` sends, and return them."""
         host = host_group(self.group)
         with streams.on_host(), watching(f"shapes/{self._number}", f"the shapes of {self._title}", host):
             words = torch.empty(_WORDS, dtype=torch.int64, device="cpu")

@@ -32,6 +32,7 @@ def except_ends(first: int = 1, last: int = 1) -> ExceptEnds:
 
     `first`, `last`: the number of layers at the beginning and at the end of the model that are not quantized. Use this
     function with `weft.models.shard`. Layers are counted over the whole model (all pipeline stages). Each symbol of the
-    layer pattern counts as a layer, even inside a group such as `[*-]`. The layers of prediction depths come last.
+    model's layer pattern counts as a layer, even inside a group such as `[*-]`. The layers of prediction depths
+    (multi-token prediction) come last.
     """
     return ExceptEnds(first, last)

@@ -11,7 +11,7 @@ directly from the received bytes into the full weights.
 With mx and `compute="scaled"`, weights have two copies. Both copies are made from the same main weights at the same
 time. Forward gathers copy 0, with blocks along the dimension over which forward products sum. Backward gathers copy 1,
 with blocks along the dimension over which backward products sum. Both copies have the same number of bytes per shard.
-Shard borders at multiples of 32 rows do not divide blocks of either copy.
+Shard borders at multiples of b rows, for blocks of b elements, do not divide blocks of either copy.
 """
 
 import dataclasses

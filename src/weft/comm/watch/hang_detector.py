@@ -124,14 +124,15 @@ class HangDetector:
         return Call(key, number, name, group, self._ranks[group])
 
     def note(self, key: str, number: int) -> None:
-        """Set the count that this rank publishes for `key` to `number`. A key may also count optimizer steps."""
+        """Set the count that this rank publishes for `key` to `number`. The key may count other events than
+        collectives, such as optimizer steps."""
         with self._lock:
             self.issued[key] = number
 
     def can_join(self, owner: Any, key: str, join: Join) -> None:
-        """Register `join`, a function that joins a collective of `key` without using the result. `join` is called when
-        other ranks wait for such a collective that this rank has not issued. Freeing `owner` removes `join`, which must
-        not keep `owner` alive."""
+        """Register `join`, a function that joins a collective of `key` without using the result. The detector's thread
+        calls `join` while this rank waits and other ranks wait for a collective of `key` that this rank has not issued.
+        Freeing `owner` removes `join`, which must not keep `owner` alive."""
         with self._lock:
             self._joinable.setdefault(owner, {})[key] = join
 
@@ -312,7 +313,7 @@ class HangDetector:
         return State(*json.loads(text)) if text else None
 
     def _take_part(self, stuck: dict[int, State]) -> bool:
-        """Join the collectives that others wait for and this rank has not issued. Return whether there were any."""
+        """Join the collectives that others wait for and this rank has not issued. Return whether it joined any."""
         with self._lock:
             if self._call is None:
                 return False

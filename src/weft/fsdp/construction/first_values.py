@@ -3,7 +3,8 @@ exist only while `fully_shard` shards it.
 
 Each module with parameters or buffers on the meta device gets memory, and `reset_parameters()` fills it. Children
 are filled first, as in constructors. Units that are sharded in the order of the model's construction therefore draw the
-same random numbers as on a real device. All ranks take rank 0's values, even if their random generators differ.
+same random numbers as on a real device. All ranks of a mesh take the values of its first rank, even if their random
+generators differ.
 
 Tensors on a real device, such as weights that were loaded with `assign=True`, keep their values: `reset_parameters()`
 sees copies of them. New memory holds a recognizable pattern (`weft.memory.blank`), so that weft can raise an error
@@ -41,10 +42,10 @@ def materialize(
     groups: Iterable[dist.ProcessGroup],
 ) -> dict[nn.Parameter, Any]:
     """Replace the meta tensors of `modules` with tensors on `device`, and fill these with `reset_parameters()`. The
-    tensors of modules without this method stay on meta. All ranks take rank 0's values. `modules`: each with the prefix
-    of its parameters' names. `slots`: parameters with the places where they are registered. `groups`: the process
-    groups of the mesh axes. Returns a dict from replaced to filled parameters. Raises ValueError if
-    `reset_parameters()` leaves a tensor unfilled."""
+    tensors of modules without this method stay on meta. All ranks take the values of the mesh's first rank. `modules`:
+    each with the prefix of its parameters' names. `slots`: parameters with the places where they are registered.
+    `groups`: the process groups of the mesh axes. Returns a dict from replaced to filled parameters. Raises ValueError
+    if `reset_parameters()` leaves a tensor unfilled."""
     order = _children_first(modules)
     places: list[tuple[nn.Module, dict[str, Any], str, torch.Tensor]] = [
         *(_filled_in(parameter, slot, order) for parameter, slot in slots.items() if parameter.is_meta),

@@ -1,7 +1,8 @@
 """The parameters that one `fully_shard` call shards: all parameters of its modules that are in no nested unit.
 
-Parameters with equal mesh, dtypes and `requires_grad` form one group. A tied parameter that already belongs to another
-unit stays in that unit. That unit then also registers the parameter's tensors in the modules of this call.
+Parameters with equal mesh, dtypes, quantization and `requires_grad` form one group. A tied parameter that already
+belongs to another unit stays in that unit. That unit then also registers the parameter's tensors in the modules of this
+call.
 """
 
 from typing import Any

@@ -97,8 +97,8 @@ def original_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor's local tensor, or a plain tensor unchanged. If the result requires grad, `parameter_of` inverts
-    this."""
+    """Return a DTensor's local tensor, or a plain tensor unchanged. If the local tensor requires grad, `parameter_of`
+    finds its DTensor."""
     if not isinstance(parameter, DTensor):
         return parameter
     part = parameter.to_local()

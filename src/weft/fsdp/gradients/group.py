@@ -4,7 +4,8 @@
     packed    briefly     Partial      reduce*      this rank's gradients
     main      always**    optimizer    main_grad    reduced gradients; `.grad` of the sharded parameters
 
-    *   main_grad while several backwards accumulate, or if the reduce dtype has less range than the compute dtype
+    *   main_grad while gradients wait for another backward or for their turn (`weft.layout.turns`), or if the reduce
+        dtype has less range than the compute dtype
     **  from the first reduction on
 
 `TRANSITIONS` has the states of a group's gradients. `weft.fsdp.gradients.main` describes when the user owns `main`, and
@@ -136,7 +137,7 @@ class GroupGradients:
 
     def pack(self, pool: Pool, *, defer: bool) -> None:
         """Move autograd's gradients of the full parameters into a flat buffer, where they are added to earlier ones.
-        `defer`: another backward adds more before the reduction, so the buffer gets the main gradients' dtype."""
+        `defer`: the reduction starts later, and more may be added first: the buffer gets the main gradients' dtype."""
         self._open(pool, defer=defer)
         if not all(map(_is_filled, self._parameters)) and (padding := self._stages[0].padding):
             torch._foreach_zero_(padding)
@@ -265,7 +266,7 @@ class GroupGradients:
         self.main.publish()
 
     def drop(self) -> None:
-        """Clear every `.grad` after a failed backward. After all reductions, `discard` frees the buffers."""
+        """Clear every `.grad` after a failed backward. Reductions may still use the buffers, which `discard` frees."""
         self._forget()
         self.main.drop()
 

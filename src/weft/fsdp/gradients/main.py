@@ -1,9 +1,9 @@
 """The main gradients of one parameter group: the reduced gradients, which are `.grad` of its sharded parameters.
 
-After `publish`, main gradients belong to the user. The engine reads them, and adds the gradients of a further backward,
-as torch adds to a `.grad` that is set. During reductions they belong to the engine, and `.grad` is None. If other code
-sets `.grad` during that time, for example to the gradient of a penalty, `publish` adds it. Published memory is reused
-only if no other code refers to it.
+After `publish`, main gradients belong to the user. A further backward adds its gradients to them, as torch adds to a
+`.grad` that is set. During reductions they belong to the engine, and `.grad` is None. If other code sets `.grad` during
+that time, for example to the gradient of a penalty, `publish` adds it. Published memory is reused only if no other code
+refers to it.
 """
 
 import sys
@@ -26,7 +26,7 @@ class MainGradients:
         self.download: GradientDownload | None = None  # the transfer of gradients to CPU memory, with CPU offload
         self._plan = plan
         self._parameters = parameters
-        self._windows: dict[tuple[int, int], torch.Tensor] = {}
+        self._windows: dict[tuple[int, int], torch.Tensor] = {}  # the results of `window`
         self._storage: Any = None
         self._uses = 0  # the storage's use count while no other code has tensors in it
         self._is_claimed = False  # whether the gradients belong to the engine

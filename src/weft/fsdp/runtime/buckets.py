@@ -15,8 +15,8 @@ Larger units, and units whose weights cannot share a message (`ParameterGroup.fi
     nothing, but others need A  A, and drops the result: this rank may be in another pass
 
 The buckets depend only on the model. They are the same on all ranks, even if the ranks run different units: ranks that
-need different units of a bucket send the same message. Schedules gather unit by unit, as do passes in which the user
-names the units to prefetch.
+need different units of a bucket send the same message. Units are gathered one by one in a schedule, and in a use for
+which the user has named the units to prefetch.
 """
 
 from collections.abc import Sequence
@@ -109,8 +109,8 @@ def bundle_bytes(units: Sequence[Unit]) -> int:
     """Return the default maximum size of a bucket in bytes: one to four times the transport's `latency * bandwidth`.
 
     A message of `latency * bandwidth` bytes spends half of its time on latency, and a message of four times that size
-    spends a fifth of its time. Within this range, the size is an eighth of the model, because nothing overlaps with a
-    pass's first message.
+    spends a fifth of its time. Within this range, the size is an eighth of the model, because the first message of a
+    pass overlaps with no computation and must not be most of the model.
     """
     transports = [transport_of(group.groups[-1], group.device) for unit in units for group in unit.groups]
     least = min((each.capabilities.bundle_bytes for each in transports), default=0)

@@ -6,7 +6,8 @@
       pass
     at the end of a      its collectives, parameters with gradients,     a parameter has a gradient if it has one on any
       backward           units that wait for a turn, groups that it      rank; units that wait on any rank are reduced;
-                         trains now, failed graph captures               if all ranks had the same order, it is agreed
+                         trains now, failed graph captures, units that   if all ranks had the same order, it is agreed;
+                         a pass has resharded                            units that any rank has resharded are resharded
 
 With `check_collectives=False` the ranks exchange nothing. Each rank then assumes that every parameter that requires
 gradients has one.
@@ -73,7 +74,7 @@ class Consensus:
         self._compared_under = watch
 
     def take(self) -> None:
-        """If the ranks exchange nothing, reduce the groups that this rank trains from now on."""
+        """If the ranks exchange nothing, choose the groups to reduce: those that this rank trains."""
         if self.is_alone or not self._agreement.checks:
             self._reduce([group.trainable for group in self._groups])
 

@@ -39,8 +39,9 @@ class Steps:
         self._groups = groups
         self._key = f"weft/steps/{channel}"
         self._ended = self._here = self._said = 0
-        self._versions: list[int] = []
-        self._counts = True
+        """The number of announced steps, of announced steps that a pass has followed, and of published steps."""
+        self._versions: list[int] = []  # of the main weights when the latest step was announced
+        self._counts = True  # whether this rank still counts steps
 
     def expect(self) -> None:
         """Count the end of the last backward before an optimizer step."""

@@ -110,7 +110,7 @@ def _remedy(parameter: nn.Parameter, modules: Iterable[nn.Module]) -> str:
 
 Root = tuple["weakref.ref[Any]", int]  # a root unit, and the number of backwards whose graphs were inspected for it
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel, FSDPModule)
-_LOOKS = 16  # the number of backwards in which a root is looked for, because a model may run forward and never backward
+_LOOKS = 16  # after this many backwards, weft stops looking for a root: a model may run forward and never backward
 
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
@@ -180,6 +180,7 @@ def _leaves(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
 
 
 def _is_suspect(leaf: torch.Tensor) -> bool:
+    """Return whether `leaf` is a plain parameter in no unit, has no hooks, and was not passed in `ignored_params`."""
     return (
         isinstance(leaf, nn.Parameter)
         and not isinstance(leaf, DTensor)

@@ -42,10 +42,12 @@ class RuntimeOptions:
     - `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit
       whose backward runs. Units that share a message count as one. With 2, one unit is reduced while the next computes.
       With 1, there is no such overlap.
-    - `check_collectives`: after each backward the ranks compare their collectives, and agree on which parameters have
-      gradients. False: hosts never wait for each other. In that case, every rank must run the same units, and write to
-      the same weights between the passes of a step. A parameter that no rank used gets a gradient of zeros, not None.
-    - `graphs`: a `weft.Graphs` that chooses the parts of the model to capture in graphs. None: no part.
+    - `check_collectives`: after each backward that reduces gradients, the ranks compare their collectives, and agree on
+      which parameters have gradients. False: hosts never wait for each other. In that case, every rank must run the
+      same units, and write to the same weights between the passes of a step. A parameter that no rank used gets a
+      gradient of zeros, not None.
+    - `graphs`: a `weft.Graphs` that chooses the parts of the model to capture in graphs. None: no part. Graphs need
+      `allocator="trace"`.
     """
 
     separate_all_gather_group: bool | Sequence[ProcessGroup] = False

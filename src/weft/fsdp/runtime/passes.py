@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Pass(enum.Enum):
-    """The kind of a pass."""
+    """The state of a model: the kind of the running pass, or IDLE or FAILED."""
 
     IDLE = "idle"
     FORWARD = "forward"

@@ -49,7 +49,7 @@ def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
         torch.autograd.graph.increment_version(group.main_weight.local)  # so that a kept payload counts as outdated
         return
     for each in group.parameters:
-        if each.slices is None:  # unequal slices of other parameters may shift its cuts, so copy it whole
+        if each.slices is None:  # its cuts may differ between the ranks of `slices`: send the whole parameter
             whole = each.sharded.full_tensor().detach()  # type: ignore[attr-defined]
             collectives.broadcast(whole, slices)
             with torch.no_grad():

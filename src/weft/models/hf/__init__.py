@@ -1,8 +1,9 @@
 """Load and save models as directories of Hugging Face files.
 
-Each family of models has a file here with a table of tensor names and a table of configuration fields. Nothing
-that affects the result is ignored silently. A field that changes the result and has no counterpart in weft raises an
-error that names the field. A tensor that is missing or unused raises an error that names the tensor.
+Files such as `llama.py` have tables of tensor names and of configuration fields, for one family of models or a few
+related families. Nothing that affects the result is ignored silently. A field that changes the result and has no
+counterpart in weft raises an error that names the field. A tensor that is missing or unused raises an error that names
+the tensor.
 """
 
 from weft.models.hf import directory

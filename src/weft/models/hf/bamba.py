@@ -77,7 +77,7 @@ def read(raw: Raw) -> Raw:
             f"partial_rotary_factor={raw['partial_rotary_factor']}: transformers reads {part} instead; put the value "
             f"into rope_parameters"
         )
-    rotated = raw.get("attn_rotary_emb")  # a field of older files that no code reads
+    rotated = raw.get("attn_rotary_emb")  # a field of older files that transformers does not read
     width = raw.get("hidden_size", 4096) // raw.get("num_attention_heads", 32)
     if rotated not in (None, int(width * ours["partial_rotary_factor"])):
         raise ConversionError(f"attn_rotary_emb={rotated}: weft's bamba rotates half of a head, {width // 2}")

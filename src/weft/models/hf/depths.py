@@ -29,7 +29,7 @@ class Depths:
       from 0. On disk, the main model has `trunk` layers, and each depth has `length` layers.
     - `around`: the modules of a depth outside of its layers. Maps weft's names to names on disk. In a name on disk,
       {first} and {last} stand for the prefixes of the depth's first and last layer.
-    - `copies`: modules of the main model. Every depth stores a copy of each. Maps weft's names to names on disk.
+    - `copies`: modules of the main model of which every depth may store a copy. Maps weft's names to names on disk.
     - `most`: the maximum number of depths. None: no limit.
     - `counted`: the field of config.json with the number of depths.
     """

@@ -42,7 +42,7 @@ class Family:
     - `layer`: the prefix of the tensor names of a layer on disk, with {} for the layer's number.
     - `symbols_per_layer`: the number of pattern symbols that form one layer on disk, for example 2 for `[*-]`.
     - `tensors`: maps each layer symbol to the table of the tensor names in such a layer.
-    - `depths`: the tensor names of prediction depths. None if no model of the family has depths.
+    - `depths`: the tensor names of prediction depths. None if weft supports no depths in this family.
     - `memory`: pairs (part of a name on disk, the part that replaces it in transformers' `state_dict()`). A file that
       stores such a `state_dict()` has the second part in its names.
     """

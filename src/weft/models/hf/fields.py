@@ -19,10 +19,10 @@ KEPT = frozenset(
         "partial_rotary_factor",
     )
 )
-"""Fields that every family accepts, because the result does not depend on them or every family reads them."""
+"""Fields that every family accepts: either the result does not depend on a field, or the family reads it."""
 MEANINGLESS = frozenset(
     (
-        # Written by all older releases of transformers: fields about files, tasks and printing.
+        # Fields about files, tasks and printing, which older releases of transformers write for every family.
         *("_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset"),
         *("attn_implementation", "_flash_attn_2_enabled", "add_cross_attention", "chunk_size_feed_forward"),
         *("cross_attention_hidden_size", "decoder_start_token_id", "finetuning_task", "id2label", "label2id"),
@@ -33,7 +33,7 @@ MEANINGLESS = frozenset(
         *("_attn_implementation_internal", "_experts_implementation", "_experts_implementation_internal"),
         *("base_model_tp_plan", "base_model_pp_plan", "keys_to_ignore_at_inference", "ignore_index"),
         *("classifier_dropout", "gradient_checkpointing", "model_parallel", "neftune_noise_alpha"),
-        # Generation settings, which older releases kept here.
+        # Generation settings, which older releases write into config.json.
         *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
         *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id"),
         *("forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size"),
@@ -44,7 +44,7 @@ MEANINGLESS = frozenset(
         *("is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
     )
 )
-"""Fields that do not affect a model. They are accepted, and kept when the model is saved."""
+"""Fields that do not affect a model. They are accepted. A saved config.json has them only if it is the original."""
 WITHOUT_EFFECT: Mapping[str, Any] = {
     **dict.fromkeys(("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"), 0),
     **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop", "activation_dropout", "residual_dropout"), 0),

@@ -39,7 +39,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_h": (None,),
     "watermarking_config": (None,),
 }
-"""Sampling fields that weft does not support, each with the values that switch it off."""
+"""Generation settings that weft does not support, each with the values that switch it off."""
 MOST_LIKELY = 50
 """The default top-k of transformers."""
 

@@ -162,6 +162,6 @@ KIMI_LINEAR = Family(
             *("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"),
         )
     ),
-    # transformers writes the MLP of a dense layer under the name of the experts.
+    # In transformers' `state_dict()`, the MLP of a dense layer has the same prefix as experts.
     memory=tuple((f"mlp.{name}", f"block_sparse_moe.{name}") for name in MLP if name != "norm"),
 )

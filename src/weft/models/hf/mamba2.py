@@ -60,7 +60,7 @@ MAMBA2 = Family(
         (
             *("intermediate_size", "layer_types", "norm_before_gate", "rescale_prenorm_residual", "residual_in_fp32"),
             *("rms_norm", "time_step_init_scheme", "time_step_rank", "time_step_scale"),
-            *("num_attention_heads", "num_key_value_heads"),  # configurations made for any family have these
+            *("num_attention_heads", "num_key_value_heads"),  # other programs write these for every family
         )
     ),
 )

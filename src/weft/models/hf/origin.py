@@ -1,7 +1,8 @@
 """The files of a loaded model besides its weights. They stay with the model until it is saved.
 
 These are config.json, the tokenizer, the chat template, the generation settings, and the weights of other parts of a
-larger model. A run keeps them in its folder `origin`, a directory in weft's own format without the model's weights.
+larger model. A training run keeps them in its folder `origin`, a directory in weft's own format without the weights of
+the model.
 """
 
 import dataclasses
@@ -39,8 +40,8 @@ class Origin:
 
     - `family`: the `model_type` of the family.
     - `raw`: the content of config.json.
-    - `spelling`: how the tensor names in `directory` differ from the names in the family's tables.
-    - `directory`: the directory from which these files were read.
+    - `spelling`: how the tensor names in the original Hugging Face files differ from those in the family's tables.
+    - `directory`: the directory from which these files were read. It may have weft's own format.
     - `files`: maps the names of the other files, such as the tokenizer's, to their contents.
     - `beside`: the names of tensors that the text model does not use, such as those for images. They are not loaded:
       when the model is written, `copy_beside` copies them from `directory`.
@@ -93,8 +94,8 @@ class Origin:
         return {"family": self.family, "config": self.raw, "spelling": spelling, "ignored": list(self.ignored)}
 
     def keep(self, folder: Path, cfg: HybridConfig) -> None:
-        """Write these files into `folder` in weft's own format, from which `origin_of` reads them. If `folder` already
-        has a weft-model.json, do nothing."""
+        """Write these files into `folder` in weft's own format, from which `origin_of` reads them. `cfg`: the model's
+        configuration. If `folder` already has a weft-model.json, do nothing."""
         if (folder / OURS).exists():
             return
         make_directory(folder)

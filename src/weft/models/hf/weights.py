@@ -140,7 +140,7 @@ def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], fil
 
 
 class Renamed:
-    """Passes tensors to `writer`. Replaces their names in a family's tables by the names that `spelling` gives them."""
+    """Creates tensors in `writer`, under the names that `spelling` gives to the names in a family's tables."""
 
     def __init__(self, writer: TensorWriter, spelling: Spelling) -> None:
         self.writer, self.spelling = writer, spelling

@@ -112,7 +112,7 @@ class Attention(AnyAttention, kind=KIND):
         return self.sliding_window if self.windowed is None or number in self.windowed else None
 
     def check(self) -> None:
-        """Raise `ValueError` if fields of `*` do not fit each other."""
+        """Raise `ValueError` if fields of `*` do not fit each other. Sort `windowed` and `unrotated`."""
         layers, heads = self.count("*"), self.num_attention_heads
         local = self.rope_local_theta is None or self.rope_theta > 0
         require(self, "rope_local_theta", local, "None if rope_theta is 0")

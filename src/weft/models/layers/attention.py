@@ -159,7 +159,7 @@ def positions_of(documents: Borders | None, start: int, x_BSD: Tensor) -> Where:
 def attention_over(
     slices: Slices, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, *, before: int | None = None, **how: Any
 ) -> Tensor:
-    """Compute attention of the queries in this rank's slices to the keys and values in the same rows.
+    """Compute attention of the queries in this rank's slices to the keys and values of the same documents.
 
     `before`: None if `k_BTHC` and `v_BTHC` have whole rows. Otherwise these two tensors come from `Slices.haloing`:
     they have this rank's slices, each after the `before` positions that precede it. `how`: keyword arguments of
@@ -282,7 +282,7 @@ def _band(window: int, size: int, first: int, like: Tensor) -> Tensor:
     layer.
     """
     key = window, size, first, like.dtype, like.device
-    if type(like) is not Tensor or torch.compiler.is_compiling():  # a cached plain tensor does not work here
+    if type(like) is not Tensor or torch.compiler.is_compiling():  # tracing and subclasses cannot use the cache
         return _made_band(window, size, first, like)
     if key not in _bands:
         with torch.inference_mode(False):
@@ -336,8 +336,8 @@ def _step(q_B1HC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, scale: float | None) -
 
 
 CHANNELS = 8
-"""The number of channels added to a head for its sink. It is a multiple of 8, because CUDA kernels copy heads of other
-widths."""
+"""The number of channels added to a head for its sink. It is a multiple of 8, because CUDA kernels copy heads whose
+width is not a multiple of 8."""
 
 
 def _with_sinks(

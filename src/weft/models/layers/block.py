@@ -26,12 +26,12 @@ so far, with the model as key."""
 
 
 class Beside(NamedTuple):
-    """Arguments that a stack passes to each layer's constructor, beside the configuration and the `WeightSource`."""
+    """Arguments that a stack passes to each layer's constructor, besides the configuration and the `WeightSource`."""
 
     rotary: RotaryEmbedding | None
-    """The rotary embedding that all attention of the stack shares."""
+    """The rotary embedding that all attention layers of the stack share. None: they do not rotate."""
     dispatcher: Dispatcher | None
-    """The dispatcher that sends tokens to experts on other ranks."""
+    """The dispatcher that sends tokens to experts on other ranks. None: all experts are on this rank."""
     attentions: int
     """The number of layers `*` before this one, or `UNNUMBERED`."""
 
@@ -99,8 +99,8 @@ class Block(nn.Module):
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """Return the layer's output [B, S, D] for the normalized input, before `post_norm` and the residual sum.
 
-        `state`: if given, the state after earlier positions. `x_BSD` then has only the positions after these, and the
-        call adds them to the state. With `documents`, no position depends on another document.
+        `state`: if given, the state after the earlier positions. `x_BSD` then has only the later positions, and the
+        call updates the state with them. With `documents`, no position depends on another document.
         """
         raise NotImplementedError
 

@@ -202,8 +202,8 @@ def delta_chunked(
         S = fade * S + k_L @ written[-1]
 
     if slices is not None:
-        # The state S before a slice adds T S to each state in the slice. Each chunk has another T. Like the states, the
-        # matrices T are computed one chunk after another.
+        # The state S before a slice adds T S to each state in the slice, with another matrix T for each chunk. Like the
+        # states, the matrices are computed one chunk after another.
         T = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(*S.shape[:-1], -1)
         of_first = []
         for w_L, k_L, fade in zip(w.unbind(3), to_end, fades):

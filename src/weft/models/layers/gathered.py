@@ -1,4 +1,4 @@
-"""Attention over context ranks: a block gathers keys and values of all positions, or exchanges positions for heads.
+"""Attention over context ranks: a block gathers keys and values of other ranks, or exchanges positions for heads.
 
     gathered    forward     gather keys and values     meanwhile: queries              attention
                 backward    gather them again          meanwhile: last projection      recompute attention, its backward

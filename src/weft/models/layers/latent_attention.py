@@ -71,14 +71,14 @@ class LatentAttention(Block):
         """Return the layer's output [B, S, D] before the residual sum (see `Block.mix`)."""
         where = positions_of(documents, state["rope"].shape[1] if state else 0, x_BSD)
         if isinstance(documents, Slices):
-            others = Gathered(documents.gathering, *self._latents(x_BSD, where))  # while queries are computed
+            others = Gathered(documents.gathering, *self._latents(x_BSD, where))  # overlaps with the queries
             o_BSHC = others.attend(partial(self._over, documents), self._queries(x_BSD, where))
             return others.before(self.o_proj(o_BSHC.flatten(-2)))
         else:
             q_BSHC = self._queries(x_BSD, where)
             latent_BSC, k_rope_BS1C = self._latents(x_BSD, where)
             known = remembered(state, latent=latent_BSC, rope=k_rope_BS1C)
-            if state is not None and x_BSD.shape[1] == 1 and type(self.kv_b_proj) is Linear:  # no adapter
+            if state is not None and x_BSD.shape[1] == 1 and type(self.kv_b_proj) is Linear:  # no adapter wraps it
                 o_BSHC = self._step(q_BSHC, *known)
             else:
                 o_BSHC = attention_within(documents, q_BSHC, *self._keys_and_values(*known), scale=self.scale)
