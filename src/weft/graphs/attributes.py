@@ -9,7 +9,8 @@ modules, other objects, classes             their attributes in `__dict__` and `
 functions, methods, properties, partials    their code, defaults, closures, owners and arguments
 members of an enum                          their values
 weak references                             the objects that they refer to
-tensors; objects of torch, weft, logging    their identity; for parameters and buffers, their addresses
+tensors; objects of torch, weft, logging    their identity (`weft.graphs.call` compares the addresses of parameters
+                                            and buffers first)
 everything else, such as a NumPy array      nothing: the capture is refused
 
 Other state that forward reads, such as a global variable, is not compared.
@@ -38,7 +39,8 @@ class Attributes:
         self._buffers = [(type(each).__name__, each._buffers, dict(each._buffers)) for each in modules]
 
     def same(self) -> bool:
-        """Return whether all recorded state is unchanged."""
+        """Return whether the recorded Python state is unchanged and can still be compared. Replaced buffers are not
+        noticed here, because their addresses are compared before."""
         try:
             if self._walk.same():
                 return True

@@ -221,6 +221,24 @@ def test_a_failed_backward_drops_the_gradients_of_earlier_microbatches(strategy,
             assert_gradients(sharded, plain)
 
 
+@distributed(2)
+def test_a_backward_that_fails_in_the_loss_keeps_the_gradients_of_earlier_microbatches():
+    """It has not reached the model: what a plain one keeps is kept, until the calls that the pages name."""
+    plain, sharded = nets.make(), nets.shard(nets.make(), strategy="optim_grads_params")
+    first, second, third = nets.data(3, 4)
+    backward(plain, sharded, tokens_loss, first)
+    loss = nets.loss_of(sharded, mine(second))
+    loss.register_hook(throw)
+    with pytest.raises(Oops):
+        loss.backward()
+    assert_gradients(sharded, plain)
+    for model in (plain, sharded):
+        model.zero_grad()
+    sharded.reset_iter_state()
+    backward(plain, sharded, tokens_loss, third)
+    assert_gradients(sharded, plain)
+
+
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_a_hook_that_fails_when_gradients_are_handed_out_takes_them_all(strategy):
