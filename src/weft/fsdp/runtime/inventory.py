@@ -115,8 +115,8 @@ _LOOKS = 16  # after this many backwards, weft stops looking for a root: a model
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
     """Raise RuntimeError if a module around a root has a parameter that is in no unit and that a backward of `outputs`
-    reaches. `roots`: the roots that no backward has reached yet. Return the roots that the next backward
-    looks for."""
+    reaches. `roots`: the roots that no backward has reached yet. Return those that this backward does not reach either,
+    for the call at the next backward, without those that `_LOOKS` backwards have not reached."""
     leaves = set(_leaves(outputs))
     reached = {id(record.unit.channels) for leaf in leaves if (record := record_of(leaf)) is not None}
     if suspects := set(filter(_is_suspect, leaves)):
