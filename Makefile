@@ -29,18 +29,18 @@ train: install
 	$(BIN)/weft train configs/stdlib.toml --ranks 2 $(ARGS)
 
 train-moe: install
-	$(BIN)/weft train configs/stdlib-moe.toml --ranks 2
+	$(BIN)/weft train configs/stdlib-moe.toml --ranks 2 $(ARGS)
 
 train-hybrid: install
-	$(BIN)/weft train configs/stdlib-hybrid.toml --ranks 2
+	$(BIN)/weft train configs/stdlib-hybrid.toml --ranks 2 $(ARGS)
 	$(BIN)/weft sample $$(ls -td runs/stdlib-hybrid* | head -1) --prompt "def read(self"
 
 train-pipeline: install
-	$(BIN)/weft train configs/stdlib-pipeline.toml --ranks 2
+	$(BIN)/weft train configs/stdlib-pipeline.toml --ranks 2 $(ARGS)
 
 chat: install
 	$(BIN)/python examples/chat_model.py runs/chat
-	$(BIN)/weft train runs/chat/chat.toml --ranks 2
+	$(BIN)/weft train runs/chat/chat.toml --ranks 2 $(ARGS)
 	printf 'What is the capital of France?\nTell me the capital of Japan.\n' | $(BIN)/weft chat $$(ls -td runs/chat/runs/chat* | head -1)
 
 test: install lint

@@ -70,7 +70,11 @@ weights = {weights}
 
 
 def main(folder: Path, steps: int = 180) -> None:
-    """Write everything into `folder`."""
+    """Write everything into `folder`, unless an earlier call has done so."""
+    configuration = folder / "chat.toml"  # written last
+    if configuration.exists():
+        print(f"{configuration} exists: its model and conversations are used again")
+        return
     talks, chance = [], random.Random(0)
     for _ in range(1200):
         countries = chance.sample(list(CAPITALS), k=chance.randint(1, 2))
@@ -116,7 +120,8 @@ def main(folder: Path, steps: int = 180) -> None:
     model = [f"{name} = {json.dumps(getattr(cfg, name))}\n" for name in (*sizes, "tie_word_embeddings")]
     places = {"talks": "talks.jsonl", "tokenizer": "model/tokenizer.json", "cache": "cache", "runs": "runs"}
     paths = {name: json.dumps(str(folder / place)) for name, place in {**places, "weights": "model"}.items()}
-    (folder / "chat.toml").write_text(CONFIGURATION.format(model="".join(model), steps=steps, **paths))
+    configuration.write_text(CONFIGURATION.format(model="".join(model), steps=steps, **paths))
+    print(f"wrote a model, conversations and {configuration}")
 
 
 if __name__ == "__main__":

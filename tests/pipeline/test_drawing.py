@@ -43,7 +43,7 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_of_a_rank_is_left_out(ma
 def test_a_drawing_of_1f1b_is_what_everybody_knows():
     text = drawn(check(table("1f1b", ranks=3, microbatches=4)))
     assert (
-        "\n".join(line.rstrip() for line in text.splitlines())
+        text
         == """\
 1f1b on 3 ranks, 4 microbatches
 time 18, idle 33.3%, activations of up to 3 microbatches alive
@@ -59,7 +59,8 @@ F forward  B backward
 rank   stages   idle   share   live activations
    0   0           6   33.3%                  3
    1   1           6   33.3%                  2
-   2   2           6   33.3%                  1"""
+   2   2           6   33.3%                  1
+"""
     )
 
 

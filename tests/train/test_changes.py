@@ -132,9 +132,11 @@ def resume_in_vain(path, directory):
     """What is written of a run before and after resumes that save nothing, and after one that does."""
     found = [written(directory)]
     for stop, overrides in (("done", ["train.steps=3", "optimizer.lr=0.5"]), ("diverges", ["optimizer.lr=0.1"])):
-        trainer = Trainer(load_config(path, overrides), Run(directory, 3), say=lambda line: None)
+        said: list[str] = []
+        trainer = Trainer(load_config(path, overrides), Run(directory, 3), say=said.append)
         if stop == "done":
             assert trainer.run()
+            assert not any("from here on" in line for line in said), "nothing is left to train"
         else:
             trainer.passes.run = lambda step, microbatches: torch.full((4,), torch.nan, requires_grad=True)
             with pytest.raises(RuntimeError, match="is nan"):

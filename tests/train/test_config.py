@@ -110,7 +110,7 @@ def test_the_resolved_configuration_reads_back_equal():
 )
 def test_a_wrong_setting_is_one_line_with_the_value_the_rule_and_the_fix(override, says):
     with pytest.raises(ConfigError) as caught:
-        parse("", override)
+        parse("", override).validate(1)
     message = str(caught.value)
     assert "\n" not in message
     for part in says:
@@ -292,6 +292,9 @@ def test_a_file_is_checked_without_running_it(tmp_path, capsys):
     assert capsys.readouterr().out == f"{path}: fine on 1 rank\n"
     assert main(["config", "--check", str(path), "--ranks", "3"]) == 2
     assert "train.global_batch_size = 8" in capsys.readouterr().err
+    path.write_text('[data]\npaths = ["absent"]\n')
+    assert main(["config", "--check", str(path)]) == 2
+    assert "data.paths: 'absent' is not a file or folder; correct it (relative paths" in capsys.readouterr().err
 
 
 def test_every_setting_is_documented_by_one_line_below_it():

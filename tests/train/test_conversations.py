@@ -286,7 +286,9 @@ def test_the_small_model_that_is_made_answers_after_its_fine_tuning(pool, tmp_pa
     known = [name for name in example["CAPITALS"] if name not in ("France", "Japan")]
     for name in known:
         del example["CAPITALS"][name]
-    example["main"](tmp_path, steps=100)
+    for _ in range(2):  # as in two runs of `make chat`
+        example["main"](tmp_path, steps=100)
+    assert capsys.readouterr().out.endswith("exists: its model and conversations are used again\n")
     pool.run(1, train_here, tmp_path / "chat.toml")
     (run,) = (tmp_path / "runs").iterdir()
     asked = "What is the capital of France?\nTell me the capital of Japan.\n"

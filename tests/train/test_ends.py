@@ -33,11 +33,12 @@ from tests.train.command import (
 from weft.checkpoint import CheckpointError, verify
 from weft.checkpoint.storage import operation
 from weft.train.report import write_report
-from weft.train.run import meeting
-from weft.train.run.failures import Interrupted, Refused, in_one_line
+from weft.train.run import meeting, worker
+from weft.train.run.failures import INTERRUPTED, NOT_BEGUN, Interrupted, Refused, in_one_line
 from weft.train.run.output import _Steady
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
+from weft.train.run.world import place_from
 
 
 class Stopped(StopRequest):
@@ -60,7 +61,7 @@ def test_waiting_names_the_missing_ranks_and_ends_after_the_patience(tmp_path, m
     stopped = {**arguments, "stop": Stopped()}
     with pytest.raises(Interrupted, match="stopped while waiting for rank 1 of 2"):
         meeting.meet(f"file://{tmp_path / 'other'}", 0, 2, **stopped)
-    with pytest.raises(Interrupted, match="stopped while waiting for the last of 2 ranks;"):
+    with pytest.raises(Interrupted, match="stopped while waiting for the last of 2 ranks"):
         meeting.meet(f"file://{tmp_path / 'other'}", 1, 2, **stopped)
 
 
@@ -170,6 +171,27 @@ def test_a_rank_that_waits_for_rank_0_names_it_and_obeys_sigterm(tmp_path):
         _, errors = process.communicate(timeout=10)
     assert process.returncode == 4, errors
     assert "stopped while waiting for rank 0" in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("step", "code"), [(None, NOT_BEGUN), (3, INTERRUPTED)])
+def test_a_rank_that_is_stopped_before_the_ranks_meet_knows_whether_its_run_has_a_checkpoint(
+    tmp_path, monkeypatch, capsys, step, code
+):
+    def join(*_, **__):
+        raise Interrupted("stopped while waiting for rank 0")
+
+    monkeypatch.setattr(worker.Place, "join", join)
+    monkeypatch.setattr(worker._Rank, "end", staticmethod(sys.exit))
+    monkeypatch.setattr(StopRequest, "listen", lambda *_: None)
+    if step:
+        (tmp_path / "runs/tiny/checkpoints" / f"step-{step:08}").mkdir(parents=True)
+    place = place_from({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1"})
+    with pytest.raises(SystemExit) as end:
+        worker.work(place, write_config(tmp_path), [], True, "weft train", or_start=True)
+    assert end.value.code == code
+    state = "step 3 is still the newest checkpoint" if step else "nothing was trained and nothing was saved"
+    assert capsys.readouterr().err == f"weft train: rank 1: stopped while waiting for rank 0; {state}\n"
+    assert (tmp_path / "runs").exists() == bool(step)
 
 
 def listening(pid):

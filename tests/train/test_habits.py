@@ -146,7 +146,7 @@ def test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterw
     assert step == 6 and f"ended early: {line}" in said and report
     assert committed(tmp_path / "run") == [3, 6], "the best beside the newest"
     step, said, _ = pool.run(2, losses_told, path, tmp_path / "run", losses, 6)[0]
-    assert step == 6 and f"nothing to do: {line}" in said
+    assert step == 6 and f"nothing to do: {line}; to train further, set a higher train.stop_after, or 0" in said
 
 
 class Recorded:

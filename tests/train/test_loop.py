@@ -181,7 +181,7 @@ def test_a_finished_run_says_that_there_is_nothing_to_do(pool, tmp_path):
     path = write_config(tmp_path, train__steps=4, train__validate_every=0)
     pool.run(1, train_on, path, tmp_path / "run", ["train.steps=5"], stop_at=4)
     said = pool.run(1, train_on, path, tmp_path / "run", stop_at=9, resume_from=4)[0][-1]
-    reached = "the run is at step 4 of 4; raise train.steps to train longer"
+    reached = "the run is at step 4 of 4; to train further, set train.steps above 4"
     assert f"nothing is left to train, but the report is missing: {reached}" in said, "it was stopped at step 4 of 5"
     said = pool.run(1, train_on, path, tmp_path / "run", stop_at=9, resume_from=4)[0][-1]
     assert f"nothing to do: {reached}" in said
@@ -326,7 +326,7 @@ def test_a_run_that_never_began_leaves_no_directory_but_one_that_did_stays(tmp_p
     save_in(used)
     for run in (empty, used):
         remove_if_unused(run)
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-2"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-2"], "the folder of both stays"
 
 
 def refused_at_its_beginning(path, setting):
@@ -337,7 +337,7 @@ def refused_at_its_beginning(path, setting):
 @pytest.mark.parametrize("setting", ['data.paths=["none"]', "run.weights=none", 'run.loggers=["none:None"]'])
 def test_a_run_that_is_refused_leaves_no_directory(pool, tmp_path, setting):
     pool.run(2, refused_at_its_beginning, write_config(tmp_path), setting)
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert not (tmp_path / "runs").exists()
 
 
 class Stopped(StopRequest):
@@ -346,13 +346,13 @@ class Stopped(StopRequest):
 
 def interrupted_at_its_beginning(path):
     config = load_config(path)
-    with pytest.raises(Interrupted, match="stopped before step 1: nothing was trained and nothing was saved"):
+    with pytest.raises(Interrupted, match="stopped before step 1"):
         Trainer(config, open_run(config.run, False, None), stop=Stopped(), say=lambda line: None).run()
 
 
 def test_a_run_that_is_interrupted_before_its_first_step_leaves_no_directory(pool, tmp_path):
     pool.run(1, interrupted_at_its_beginning, write_config(tmp_path))
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

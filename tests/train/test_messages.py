@@ -171,12 +171,13 @@ def test_a_run_at_its_end_has_nothing_to_do_only_once_its_report_is_written(has_
     said, reports = [], []
     account = SimpleNamespace(is_complete=lambda position: has_report, end=lambda *_: reports.append("report.html"))
     trainer = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(steps=2)), say=said.append, account=account)
-    trainer.position, trainer._is_settled = SimpleNamespace(step=2), lambda: False
+    trainer.position, trainer.command = SimpleNamespace(step=2), "weft train"
+    trainer._why_complete = lambda: Trainer._why_complete(trainer)
     trainer.stages, trainer.optimizer, trainer.passes = SimpleNamespace(have_first_rank=True), None, None
     assert Trainer._run(trainer)
-    assert said[0].startswith(
-        "nothing to do: " if has_report else "nothing is left to train, but the report is missing"
-    )
+    begins = "nothing to do" if has_report else "nothing is left to train, but the report is missing"
+    how = "to train further, set train.steps above 2: --set train.steps=N"
+    assert said == [f"{begins}: the run is at step 2 of 2; {how}"]
     assert reports == ([] if has_report else ["report.html"])
 
 

@@ -42,7 +42,7 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
         raise ValueError(
             f"{path}: contains no checkpoint; name a checkpoint (…/step-00000010) or the directory of a run"
         )
-    overview = Table("checkpoint", "step", "ranks", "size", "state", title=escape(str(folder)), title_justify="left")
+    overview = Table("checkpoint", "step", "ranks", "size", "state")
     damaged: dict[int, CheckpointError] = {}
     for step in steps:
         name = path_of(folder, step).name
@@ -58,6 +58,7 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
         overview.add_row(name, f"{step:,}", str(manifest.ranks), readable_size(manifest.bytes), state)
     for left in rest:
         overview.add_row(left.name, "", "", "", "not complete: ignored, removed by the next save")
+    _print_title(console, str(folder))
     console.print(overview)
     while steps := [step for step in committed_steps(folder) if step not in damaged]:
         with suppress(CheckpointGone):
@@ -71,7 +72,7 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
 
 def _show_checkpoint(path: Path, verify_content: bool, console: Console, *, lists: bool = True) -> None:
     manifest, metadata = describe(path, content=verify_content)
-    tensors = Table(title="tensors", title_justify="left")
+    tensors = Table()
     tensors.add_column("key", overflow="fold")
     tensors.add_column("dtype", no_wrap=True)
     tensors.add_column("shape", no_wrap=True, justify="right")
@@ -97,10 +98,16 @@ def _show_checkpoint(path: Path, verify_content: bool, console: Console, *, list
         soft_wrap=True,
     )
     if lists:
+        _print_title(console, "tensors")
         console.print(tensors)
         console.print("plain data: " + ", ".join(others), highlight=False, markup=False)
     summary = ", ".join(f"{name} {readable_size(size)}" for name, size in totals.items())
     console.print(f"{tensors.row_count:,} tensors: {summary}", highlight=False, markup=False)
+
+
+def _print_title(console: Console, title: str) -> None:
+    """Print the title of a table. A title that is part of a table would be padded with blanks to the table's width."""
+    console.print(title, style="table.title", highlight=False, markup=False, soft_wrap=True)
 
 
 def _placement(entry: TensorStorageMetadata) -> str:

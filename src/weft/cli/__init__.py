@@ -57,5 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if options.command != "train":
             return 1
-        print(f"{command}: interrupted before the first step; nothing was saved", file=sys.stderr)
-        return 4
+        resumes = options.resume and not options.resume_or_start  # the latter may have nothing to resume
+        saved = "the checkpoints of the run are unchanged" if resumes else "nothing was saved"
+        print(f"{command}: interrupted before the first step; {saved}", file=sys.stderr)
+        return 3 if resumes else 4

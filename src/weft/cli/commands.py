@@ -14,8 +14,8 @@ _BESIDE = 10
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print every setting with its default. With --check, check a configuration file instead. With --from, print the
-    [model] section of a run, a checkpoint or a model directory instead.
+    """Print every setting with its default. With --check, check a configuration file and whether its data exist
+    instead. With --from, print the [model] section of a run, a checkpoint or a model directory instead.
 
     Raises ValueError for invalid settings, an invalid number of ranks, or options that do not belong together.
     """
@@ -29,10 +29,15 @@ def config(options: argparse.Namespace) -> int:
     if options.source is not None:
         print(_model_section(options.source, options.ignored), end="")
     elif options.check is not None:
+        from weft.train.data import find_texts  # imports torch, which takes seconds
+
         ranks = 1 if options.ranks is None else options.ranks
         if ranks < 1:
             raise ValueError(f"--ranks {ranks}: must be at least 1")
-        load_config(options.check).validate(ranks)
+        checked = load_config(options.check)
+        checked.validate(ranks)
+        if not checked.data.factory:
+            find_texts(checked.data, checked.run.directory, checked.data.paths)
         print(f"{options.check}: fine on {ranks} rank{'s' * (ranks > 1)}")
     else:
         print(as_markdown() if options.markdown else as_toml(), end="")
@@ -68,7 +73,8 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _model_section(source: str, ignored: list[str]) -> str:
-    """Return the [model] section of a run, a checkpoint or a model directory, without default values."""
+    """Return the [model] section of a run, a checkpoint or a model directory, without the settings that have their
+    defaults."""
     import dataclasses
 
     from weft.models import HybridConfig
@@ -76,7 +82,7 @@ def _model_section(source: str, ignored: list[str]) -> str:
     from weft.train.toml_values import plain, show
 
     cfg, defaults = Source(source, ignored=ignored).model_config, HybridConfig()
-    lines = ["[model]"]
+    lines = ["# settings that are not listed have their defaults, which `weft config` prints", "[model]"]
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
         if value != getattr(defaults, field.name) or field.name == "pattern":

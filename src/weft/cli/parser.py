@@ -264,7 +264,10 @@ def _config(known: Any) -> None:
     config.add_argument("--ranks", type=int, help="with --check: the number of ranks to check for (default: 1)")
     instead.add_argument("--markdown", action="store_true", help="print all settings as a Markdown table")
     instead.add_argument(
-        "--from", dest="source", metavar="DIRECTORY", help="print the [model] of a model's directory or of a run"
+        "--from",
+        dest="source",
+        metavar="DIRECTORY",
+        help="print the [model] of a model's directory or of a run, without the settings that have their defaults",
     )
     _add_ignored(config)
     config.set_defaults(run=commands.config)

@@ -32,7 +32,7 @@ def start(options: argparse.Namespace) -> int:
     _check_ranks(options, place)
     _check_weights(options, config_path)
     _check_trust(options, config_path)
-    command = _command(options, with_ranks=place is None or place.launcher == "weft")
+    command = _command(options)
     if place is not None:
         from weft.train.run.worker import work
 
@@ -49,7 +49,7 @@ def start(options: argparse.Namespace) -> int:
         )
     if options.restart_ranks is not None:
         config.validate(options.restart_ranks)
-    run = open_run(config.run, options.resume, command, or_start=options.resume_or_start)
+    run = open_run(config.run, options.resume, _command(options, configured=False), or_start=options.resume_or_start)
     return launch(
         options.arguments,
         ranks,
@@ -148,15 +148,18 @@ def _local_devices() -> int:
     return torch.cuda.device_count()
 
 
-def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
-    """Return the command that resumes this run. It lacks --resume, which `resuming` adds, and --from, because
-    only new runs load weights."""
-    named = ["--example"] if options.example else [options.config] if options.config else []
-    words = ["weft", "train", *named]
-    for override in options.overrides:
-        if not _is_weights(override):
-            words += ["--set", override]
-    if with_ranks and options.ranks:
+def _command(options: argparse.Namespace, *, configured: bool = True) -> str:
+    """Return the command that resumes this run or, without its configuration (`configured` is False), an earlier run.
+
+    The command lacks --resume, which `resuming` adds, and --from, because only new runs load weights.
+    """
+    words = ["weft", "train"]
+    if configured:
+        words += ["--example"] if options.example else [options.config] if options.config else []
+        for override in options.overrides:
+            if not _is_weights(override):
+                words += ["--set", override]
+    if options.ranks:
         words += ["--ranks", str(options.ranks)]
     if options.restarts:
         words += ["--restarts", str(options.restarts)]

@@ -48,7 +48,7 @@ class Drawing:
         yield self._figures()
 
     def _figures(self) -> Grid:
-        grid = Grid(box=None, padding=(0, 3, 0, 0), header_style="dim")
+        grid = Grid(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="dim")
         for name in ("rank", "stages", "idle", "share", "live activations"):
             grid.add_column(name, justify="left" if name == "stages" else "right")
         found, table = self.simulation, self.simulation.table
@@ -116,7 +116,9 @@ class _Chart:
         for band, border in enumerate(borders):
             yield Text(" " * self._margin + self._ruler(slice(border - self._band, border)), style="dim")
             for rank, row in enumerate(rows):
-                yield Text(f"rank {rank}".ljust(self._margin)) + row[band]
+                line = Text(f"rank {rank}".ljust(self._margin)) + row[band]
+                line.rstrip()
+                yield line
             yield Text("")
         if self._drawn < self._bands:
             last, time = borders[-1] / self.scale, self.simulation.time
@@ -187,6 +189,7 @@ class _Chart:
             else:
                 legend.append(kind, style=_style(kind, 0))
             legend.append(f" {MEANINGS[kind]}  ", style="dim")
+        legend.rstrip()
         return legend
 
 

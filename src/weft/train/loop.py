@@ -176,8 +176,9 @@ class Trainer:
             group.update(configured)
         told = changed(self.run_place.directory, self.config, step)
         self.say(f"resuming {self.run_place.directory} from step {step}")
-        for line in told:
-            self.say(line)
+        if self._why_complete() is None:  # otherwise no setting takes effect
+            for line in told:
+                self.say(line)
 
     def run(self) -> bool:
         """Train until the run is complete, or until any rank is asked to stop. All ranks then stop after the same step.
@@ -208,13 +209,12 @@ class Trainer:
 
     def _run(self) -> bool:
         config, position = self.config, self.position
-        if position.step >= config.train.steps or self._is_settled():
-            reached = f"the run is at step {position.step} of {config.train.steps}; raise train.steps to train longer"
+        if (why := self._why_complete()) is not None:
             if not self.account.is_complete(position) and self.stages.have_first_rank:
-                self.say(f"nothing is left to train, but the report is missing: {reached}")
+                self.say(f"nothing is left to train, but the report is missing: {why}")
                 self.account.end(position, self.optimizer, self.passes)
             else:
-                self.say(f"nothing to do: {self._settled() if self._is_settled() else reached}")
+                self.say(f"nothing to do: {why}")
             return True
         self.watchdog.start().at("the start of the run", loosely=True)
         agree_to_begin(self.stop, position.step, self.device)
@@ -268,6 +268,17 @@ class Trainer:
             self.say(f"stopped at step {position.step} of {config.train.steps}, which is saved; resume with: {go_on}")
         self.moment("end", {"step": position.step, "complete": complete})
         return complete
+
+    def _why_complete(self) -> str | None:
+        """Return why the run is complete, and how to train further. Return None if steps are left to train."""
+        step, steps = self.position.step, self.config.train.steps
+        if step >= steps:
+            why, how, option = f"the run is at step {step} of {steps}", f"train.steps above {step}", "train.steps=N"
+        elif self._is_settled():
+            why, how, option = self._settled(), "a higher train.stop_after, or 0", "train.stop_after=0"
+        else:
+            return None
+        return f"{why}; to train further, set {how}" + (f": --set {option}" if self.command is not None else "")
 
     def _is_settled(self) -> bool:
         """Return whether `train.stop_after` validations in a row had no lower loss."""

@@ -135,7 +135,7 @@ class Trainer(loop.Trainer):
         try:
             return super().run()
         except Interrupted as interrupted:
-            self.say(str(interrupted))
+            self.say(interrupted.explained(self.run_place.step))
             return False
         finally:
             self.stop.release()

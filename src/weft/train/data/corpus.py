@@ -95,10 +95,7 @@ def load_corpus(
     Raises ConfigError for paths that do not exist or are not of the kind `data.kind`, for an empty text, and if the
     training or the validation tokens are fewer than one sequence for each of `dp_size` ranks.
     """
-    paths = data.paths if paths is None else paths
-    written: list[str | Path] = [cache.cache_folder(data.cache_dir), *([runs] if runs else [])]
-    text = _text(data, "data.paths", paths, written)
-    apart = _text(data, "data.validation_paths", data.validation_paths, written) if data.validation_paths else None
+    text, apart = find_texts(data, runs, data.paths if paths is None else paths)
     shared = {path for path, *_ in text.files} & {path for path, *_ in (apart.files if apart else ())}
     if apart and shared:
         count = f"{len(shared)} of its {len(apart.files)} files"
@@ -132,16 +129,30 @@ def load_corpus(
     return corpus
 
 
+def find_texts(data: DataConfig, runs: str | None, paths: Sequence[str]) -> tuple[Text, Text | None]:
+    """Return the text that `paths` name, and the text that `data.validation_paths` name, or None if these are empty.
+
+    `runs`: as in `load_corpus`. Raises ConfigError for paths that do not exist or are not of the kind `data.kind`, and
+    for a text without content.
+    """
+    written: list[str | Path] = [cache.cache_folder(data.cache_dir), *([runs] if runs else [])]
+    text = _text(data, "data.paths", paths, written)
+    return text, _text(data, "data.validation_paths", data.validation_paths, written) if data.validation_paths else None
+
+
 def _text(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path]) -> Text:
     name = json.dumps(list(paths), ensure_ascii=False) if paths else "the Python standard library's source"
-    return Text(setting, name, find_files(data, setting, paths, written))
+    text = Text(setting, name, find_files(data, setting, paths, written))
+    if data.kind == "tokens" and not text.files:
+        raise ConfigError(f"{text}: no token files (*.npy, *.bin) found; name some")
+    if data.kind != "tokens" and not any(size for _, size, _ in text.files):
+        raise ConfigError(f"{text}: no text found; name files or folders that contain text")
+    return text
 
 
 def _tokenized(
     data: DataConfig, text: Text, tokenizer: Tokenizer, fraction: float, say: Say
 ) -> tuple[Part, Part, dict[str, int]]:
-    if not sum(size for _, size, _ in text.files):
-        raise ConfigError(f"{text}: no text found; name files or folders that contain text")
     key = _key(data, text.files, tokenizer, fraction)
     folder = cache.cache_folder(data.cache_dir)
     try:
@@ -208,8 +219,6 @@ def _of_token_files(data: DataConfig, text: Text, apart: Text | None, say: Say) 
 
 
 def _mapped(data: DataConfig, text: Text) -> list[np.ndarray]:
-    if not text.files:
-        raise ConfigError(f"{text}: no token files (*.npy, *.bin) found; name some")
     found = []
     for path, _, _ in text.files:
         try:

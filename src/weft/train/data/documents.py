@@ -86,7 +86,10 @@ def _paths(data: DataConfig, setting: str, paths: Sequence[str], written: Sequen
         elif os.path.isdir(path):
             yield from _walk(path, patterns, set(), closed, binary=binary)
         else:
-            raise ConfigError(f"{setting}: {path!r} is not a file or folder; correct it or leave it out")
+            raise ConfigError(
+                f"{setting}: {path!r} is not a file or folder; correct it (relative paths start at the working "
+                f"directory, {os.getcwd()})"
+            )
 
 
 def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: float) -> Iterator[Document]:

@@ -9,6 +9,7 @@ operations: the number of operations in a step of the first rank, as text
 seconds: the time spent in steps
 computed: the seconds that each rank spent computing in the last step, if a timeline was recorded
 reported: the step at which the final report was written
+mark: which imported code of the configuration this user has named (`weft.train.run.trust`)
 """
 
 import json

@@ -17,14 +17,12 @@ class Refused(RuntimeError):
 
 
 class Interrupted(Exception):
-    """Raised if a rank is asked to stop before the first step of a run that starts or resumes.
+    """Raised if a rank is asked to stop before the first step of a run that starts or resumes."""
 
-    `is_saved`: whether an earlier start of the run has saved a checkpoint.
-    """
-
-    def __init__(self, message: str, *, is_saved: bool = False) -> None:
-        super().__init__(message)
-        self.exit_code = INTERRUPTED if is_saved else NOT_BEGUN
+    def explained(self, step: int | None) -> str:
+        """Return the message, and what is saved. `step`: the step of the run's newest checkpoint; None without one."""
+        saved = f"step {step} is still the newest checkpoint" if step else "nothing was trained and nothing was saved"
+        return f"{self}; {saved}"
 
 
 def as_one_line(error: BaseException) -> str:

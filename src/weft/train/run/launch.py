@@ -2,7 +2,7 @@
 
 weft train ── starts ──> rank 0   writes to the terminal
     │ │                  rank 1   writes to logs/rank-1.log
-    │ └ a pipe to each:  one byte asks the rank to stop; if the pipe closes (this process died), the rank exits
+    │ └ a pipe to each:  one byte asks the rank to stop; if the pipe closes, `weft train` has died, and the rank exits
     └ waits for all:     if a rank dies, the others are killed
 """
 
@@ -156,7 +156,7 @@ class _Supervisor:
         """Ranks that ended with an error, in the order in which this process noticed. Ranks that it killed itself are
         left out."""
         self.error = ""
-        """The message of the error whose traceback was printed; empty if none was."""
+        """The message of the error whose traceback was printed; empty if no traceback was printed."""
 
     def run_all(self) -> int:
         with operation("mkdir", self.logs):

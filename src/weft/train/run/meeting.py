@@ -44,11 +44,12 @@ def meet(
     say: Callable[[str], None],
     begin: Callable[[dist.Store], None] | None = None,
 ) -> dist.Store:
-    """Wait until all ranks have arrived at their store. Return the store. `init_method`: file:///… or tcp://host:port.
+    """Wait until all ranks have connected to the same store. Then call `begin` with the store, and return the store.
 
-    Meanwhile, calls `say` with lines that name the missing ranks. Then calls `begin` with the store. If all this takes
-    longer than `patience` seconds, raises Refused, which names the missing ranks or the store that does not answer.
-    Raises Interrupted if this rank or another waiting rank is asked to stop.
+    `init_method`: the address of the store, file:///… or tcp://host:port. `say`: called during the wait, with lines
+    that name the missing ranks. Raises Refused if all this takes longer than `patience` seconds. The message names the
+    missing ranks or the store that does not answer. Raises Interrupted if this rank or another waiting rank is asked to
+    stop.
     """
     where = urlsplit(init_method)
     wait = _Wait(patience, stop, say, f"the store at {where.netloc or where.path}, which does not answer")
@@ -68,9 +69,9 @@ def meet(
     wait.answer(come)
     while (count := wait.answer(lambda: store.add(COUNT, 0))) < ranks:
         if wait.is_over_for_others(withdrawn=count < 0):
-            raise Interrupted("stopped: another rank was stopped while it waited; nothing was trained")
+            raise Interrupted("stopped: another rank was stopped while it waited")
         if stop.requested and _leave(store, ranks):
-            raise Interrupted(f"stopped while waiting for {absent()}; nothing was trained")
+            raise Interrupted(f"stopped while waiting for {absent()}")
         wait.on(absent)
     if begin is not None:
         wait.answer(lambda: begin(store))
@@ -78,10 +79,9 @@ def meet(
 
 
 def _leave(store: dist.Store, ranks: int) -> bool:
-    """Withdraw this rank from the meeting. If all ranks have arrived, another rank may already have continued, so undo
-    the withdrawal.
+    """Withdraw this rank, so that the waiting ranks stop too. Return whether this rank is withdrawn.
 
-    Returns whether this rank is withdrawn.
+    If all ranks have arrived, another rank may already have continued. This rank is then not withdrawn.
     """
     if store.add(COUNT, -_AWAY) + _AWAY < ranks:
         return True
@@ -102,7 +102,7 @@ def _connect(host: str, port: int, rank: int, ranks: int, wait: "_Wait") -> dist
     else:
         while not _answers(host, port):
             if wait.stop.requested:
-                raise Interrupted(f"stopped while waiting for rank 0 at {host}:{port}; nothing was trained")
+                raise Interrupted(f"stopped while waiting for rank 0 at {host}:{port}")
             wait.on(lambda: f"{holder}, which should listen on {host}:{port}")
         store = wait.answer(lambda: dist.TCPStore(host, port, ranks, False, _STORE_TIMEOUT))
     return dist.PrefixStore(f"weft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -134,10 +134,10 @@ class _Wait:
         self.left: float | None = None
 
     def is_over_for_others(self, withdrawn: bool) -> bool:
-        """Return whether another rank has withdrawn for good: all calls for more than a second saw a withdrawal.
+        """Return whether another rank has withdrawn for good: `COUNT` was negative in all calls for over a second.
 
-        `withdrawn`: whether `COUNT` is negative now. Within this second, the other rank's `_leave` may undo its
-        withdrawal.
+        `withdrawn`: whether `COUNT` is negative now. `COUNT` is also negative for a moment when `_leave` of another
+        rank subtracts, and then adds what it has subtracted.
         """
         if not withdrawn:
             self.left = None
@@ -164,7 +164,7 @@ class _Wait:
         thread.join(_ANSWER_S)
         while thread.is_alive():
             if self.stop.requested:
-                raise Interrupted(f"stopped while waiting for {self.silent}; nothing was trained")
+                raise Interrupted(f"stopped while waiting for {self.silent}")
             self.on(lambda: self.silent)
         if errors:
             raise errors[0]

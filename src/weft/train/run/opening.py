@@ -17,7 +17,8 @@ from weft.train.run.stop import StopRequest
 
 
 def open_run_together(config: TrainConfig, resume: str | bool, command: str | None, **kind: bool) -> Run:
-    """Call `open_run` on the first rank only. All ranks return its run, or raise its ConfigError. Collective.
+    """Call `open_run` on the first rank only. All ranks return the run that it returns, or raise its ConfigError.
+    Collective.
 
     `kind`: the arguments `or_start` and `own_task` of `open_run`.
     """
@@ -52,6 +53,5 @@ def agree_to_begin(stop: StopRequest, step: int, device: torch.device) -> None:
     asked = torch.tensor(float(stop.requested), device=device)
     reduce_now(asked, dist.ReduceOp.SUM, None, "whether anything asked to stop")
     if asked.item():
-        state = f"step {step} is still the newest checkpoint" if step else "nothing was trained and nothing was saved"
-        raise Interrupted(f"stopped before step {step + 1}: {state}", is_saved=step > 0)
+        raise Interrupted(f"stopped before step {step + 1}")
     stop.is_training = True

@@ -3,15 +3,18 @@
 runs/stdlib/          the first run named "stdlib"
 runs/stdlib-2/        the second one
     config.toml       the complete configuration
-    metrics.jsonl
+    metrics.jsonl     the numbers of each step
     checkpoints/
     logs/             output of ranks that do not write to the terminal
     origin/           other files of a loaded model: config.json, tokenizer, generation settings
+    facts.json        what the report is made from, with metrics.jsonl, timeline.json and stages.json
+    report.html       and its pictures, *.svg
 """
 
 import re
 import shlex
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,8 @@ class Run:
     from which the run resumes is chosen later, when the run has locked the directory."""
     note: str = ""
     """A line to print about the choice of directory."""
+    made: tuple[Path, ...] = ()
+    """The parent folders that were created for this run, innermost first."""
 
     @property
     def checkpoints(self) -> Path:
@@ -55,7 +60,8 @@ def open_run(
     - `resume`: True resumes the newest run named `config.name` that has a committed checkpoint. A string names the run
       to resume: its directory, or its config.toml. False starts a new run, or acts as True if `config.resume` is true.
     - `or_start`: start a new run if there is no checkpoint to resume from.
-    - `command`: the command line of `weft train` without `--resume`, for messages. None if a script opens the run.
+    - `command`: the command line, without `--resume`, that resumes any run with the configuration in its directory, for
+      messages: "weft train --ranks 2". None if a script opens the run.
     - `own_task`: whether a program passes model and data to `weft.train.Trainer`.
 
     Raises ConfigError if there is no checkpoint to resume from and `or_start` is False, if `own_task` was different
@@ -65,17 +71,14 @@ def open_run(
     resume = resume or config.resume
     if resume is False:
         return _new_run(config, command)
-    named = run_directory(resume) if isinstance(resume, str) else None
-    if named and not or_start:
-        refuse_other_directories(named, f"{asked} {resume}" if command is not None else asked)
-    candidates = [named] if named else _runs_of_name(config)[::-1]
-    for directory in candidates:
-        if steps := committed_steps(directory / CHECKPOINTS):
-            if own_task:
-                refuse_described_task(directory)
-            else:
-                refuse_own_task(directory, goes_on=True)
-            return Run(directory, steps[-1])
+    if isinstance(resume, str) and not or_start:
+        refuse_other_directories(run_directory(resume), f"{asked} {resume}" if command is not None else asked)
+    if (run := find_run(config, resume)) is not None:
+        if own_task:
+            refuse_described_task(run.directory)
+        else:
+            refuse_own_task(run.directory, goes_on=True)
+        return run
     if or_start:
         return _new_run(config, command)
     where = f"{resume} holds no" if isinstance(resume, str) else f"no run {config.name!r} in {config.directory} has a"
@@ -83,6 +86,17 @@ def open_run(
         f"{asked}: {where} committed checkpoint to resume; name the directory of another run, or leave {asked} out to "
         "start a new run"
     )
+
+
+def find_run(config: RunConfig, resume: str | bool) -> Run | None:
+    """Return the run that `open_run` resumes with these arguments, or None if there is no such run."""
+    resume = resume or config.resume
+    if resume is False:
+        return None
+    for directory in [run_directory(resume)] if isinstance(resume, str) else _runs_of_name(config)[::-1]:
+        if steps := committed_steps(directory / CHECKPOINTS):
+            return Run(directory, steps[-1])
+    return None
 
 
 def run_directory(named: str | Path) -> Path:
@@ -182,7 +196,7 @@ def _describes_task(directory: Path) -> bool | None:
 def resuming(command: str | None, directory: Path) -> str:
     """Return text for messages that tells how to resume a run: a command line or, if `command` is None, `resume=...`.
 
-    `command`: as in `open_run`.
+    `command`: the command line without `--resume`.
     """
     if command is None:
         return f"resume={str(directory)!r}"
@@ -190,18 +204,25 @@ def resuming(command: str | None, directory: Path) -> str:
 
 
 def remove_if_unused(run: Run) -> None:
-    """Delete the directory of a new run if it contains no checkpoint, metrics or report."""
-    if run.step is not None or not run.directory.is_dir():
+    """Delete the directory of a new run if it contains no checkpoint, metrics or report. Then delete the parent folders
+    that were created for it, unless they contain something else."""
+    if run.step is not None:
         return
-    left = {path.name for path in run.directory.iterdir()}
-    saved = {path.name for path in run.checkpoints.iterdir()} if run.checkpoints.is_dir() else set()
-    if left <= {CONFIG, LOGS, CHECKPOINTS, ORIGIN} and saved <= {LOCK, LEASE, IDENTITY}:
+    if run.directory.is_dir():
+        left = {path.name for path in run.directory.iterdir()}
+        saved = {path.name for path in run.checkpoints.iterdir()} if run.checkpoints.is_dir() else set()
+        if not (left <= {CONFIG, LOGS, CHECKPOINTS, ORIGIN} and saved <= {LOCK, LEASE, IDENTITY}):
+            return
         shutil.rmtree(run.directory)
+    with suppress(OSError):  # not empty
+        for folder in run.made:
+            folder.rmdir()
 
 
 def _new_run(config: RunConfig, command: str | None) -> Run:
     earlier = _runs_of_name(config)
     number = _number(earlier[-1], config.name) + 1 if earlier else 1
+    made = tuple(folder for folder in config.path.parents if not folder.exists())
     while True:
         directory = config.path if number == 1 else config.path.with_name(f"{config.name}-{number}")
         try:
@@ -215,7 +236,7 @@ def _new_run(config: RunConfig, command: str | None) -> Run:
                 f"writable folder"
             ) from error
     if not earlier:
-        return Run(directory, None, f"a new run in {directory}")
+        return Run(directory, None, f"a new run in {directory}", made)
     steps = committed_steps(earlier[-1] / CHECKPOINTS)
     go_on = f"; it resumes from step {steps[-1]} with: {resuming(command, earlier[-1])}" if steps else ""
     return Run(directory, None, f"a new run in {directory}; {earlier[-1]} is unchanged{go_on}")

@@ -1,11 +1,12 @@
 """Detects hangs and names the rank that hangs, from the rendezvous to the end of the run.
 
 Each rank records its progress, the stack of its main thread, and its current file operation. A file operation that
-takes longer than the limit counts as a hang. A rank without progress for longer than the limit asks all others:
+takes longer than the limit (`train.watchdog` seconds) counts as a hang. A rank without progress for longer than the
+limit asks all others for what they do, and concludes:
 
     a rank does not answer                       the rank is stopped, or its host is down
-    a rank makes progress                        all other ranks wait for it
-    a rank is in a file operation                the rank hangs there, and the others wait for it
+    a rank makes progress                        all other ranks wait for it: no hang
+    a rank is in a long file operation           the rank hangs there, and the others wait for it
     a rank is not in a collective                the rank hangs there, and the others wait for it
     all are in collectives                       the ranks wait for each other
 

@@ -18,6 +18,7 @@ from weft.train.loop import Trainer
 from weft.train.run.failures import (
     FAILURE,
     INTERRUPTED,
+    NOT_BEGUN,
     SUCCESS,
     WRONG_CALL,
     Interrupted,
@@ -28,7 +29,7 @@ from weft.train.run.failures import (
 from weft.train.run.launch import CONTROL, RUN, Kind, report_failure
 from weft.train.run.memory import MEMORY
 from weft.train.run.opening import beginning, open_run_together
-from weft.train.run.runs import Run
+from weft.train.run.runs import Run, find_run
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.run.world import Place
@@ -39,20 +40,20 @@ def work(
 ) -> NoReturn:
     """Train as the rank that `place` describes. End the process with an exit code of `weft.train.run.failures`.
 
-    `path`, `overrides`: as in `load_config`. `resume`, `command`, `or_start`: as in `open_run`.
+    `path`, `overrides`: as in `load_config`. `resume`, `or_start`: as in `open_run`. `command`: as in `Trainer`.
     """
     stop = StopRequest()
     stop.listen(int(os.environ[CONTROL]) if CONTROL in os.environ else None)
     rank = _Rank(place.rank, supervised=RUN in os.environ)
+    run = _given_run() if rank.supervised else None
     try:
         config = load_config(path, overrides)
         device = place.device()
         place.join(device, patience=config.run.patience, stop=stop, say=rank.say)
         rank.watchdog = Watchdog(config.train.watchdog, rank.end_hanging).start()
         rank.watchdog.at("the setup of the run", loosely=True)
-        run = _given_run() if rank.supervised else None
         if run is None:
-            run = open_run_together(config, resume, command, or_start=or_start)
+            run = open_run_together(config, resume, "weft train", or_start=or_start)  # without options of ranks
         # A supervising process keeps the ranks' logs in the run's directory, and decides whether to remove it.
         with nullcontext() if rank.supervised else beginning(run):
             memory = Path(os.environ[MEMORY]) if MEMORY in os.environ else None
@@ -63,9 +64,11 @@ def work(
         dist.destroy_process_group()
         rank.end(SUCCESS if complete else INTERRUPTED)
     except Interrupted as interrupted:
+        run = run or find_run(config.run, resume)  # the ranks may not have opened it yet
+        step = None if run is None else run.step
         if place.rank == 0 or not rank.supervised:
-            rank.say(str(interrupted))
-        rank.end(interrupted.exit_code)
+            rank.say(interrupted.explained(step))
+        rank.end(INTERRUPTED if step else NOT_BEGUN)
     except Exception as error:
         rank.end(rank.explain(error))
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.train.sections.rules import microbatches_per_step, require
+from weft.train.sections.rules import require
 
 
 @dataclass(frozen=True)
@@ -153,4 +153,3 @@ class LoopConfig:
             "runs layers in stages, but train.activation_checkpointing recomputes whole layers; leave that out and "
             'recompute inside the stages: model.recompute = ["attend"]',
         )
-        microbatches_per_step(self.global_batch_size, self.microbatch_size, 1)

@@ -24,6 +24,7 @@ PRODUCTS = [
 """Operators whose outputs `train.keep_products` saves instead of recomputing."""
 
 Row = nn.ModuleList | nn.Sequential
+"""A container of blocks."""
 Place = tuple[Row, int]
 """The place of a block: (container, index)."""
 

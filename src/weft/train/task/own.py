@@ -267,7 +267,9 @@ class Stream:
         elif self.taken:
             now = self._random.state_dict()
             if self.epoch and getattr(self.source, "persistent_workers", False):
-                iter(self.source)  # with persistent workers, only a first pass draws a seed; the restored one does not
+                # With persistent workers, a loader draws a seed in its first pass only. The restored pass was a later
+                # one, so the seed is drawn here, before the random state is restored.
+                iter(self.source)
             self._begun = begun
             self._random.load_state_dict(begun)
             generators, states = self._generators(), begun.get("own", [])
@@ -310,8 +312,7 @@ def own_model(
     meshes: weft.Meshes,
     device: torch.device,
 ) -> Any:
-    """Return your model, sharded as the configuration says. If `model` is a function, it is called on the meta
-    device."""
+    """Return your model, sharded as the configuration says. `model`, `shard`: as in `weft.train.Trainer`."""
     if shard is not None:
         check_callable("shard", shard, ["model"], "a function shard(model, **options)")
     torch.manual_seed(config.train.seed)  # the same initial weights on every rank
@@ -359,6 +360,7 @@ def _check_loss(loss: LossFunction) -> None:
 
 
 def _of_rank(name: str, data: Data, rank: int, ranks: int) -> Iterable[Any]:
+    """Return the microbatches of a rank. `data`: as in `weft.train.Trainer`. `name`: its argument, for messages."""
     wanted = "an iterable of microbatches, or a function (rank, ranks) that returns one"
     if isinstance(data, Iterator):
         raise ConfigError(

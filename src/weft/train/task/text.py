@@ -159,6 +159,7 @@ def for_own_model(microbatch: Batch) -> Batch:
 
 
 DOCUMENT_NAMES = ("position_ids", "cu_seqlens")
+"""The arguments of `forward` that tell a model of `transformers` where documents begin."""
 
 
 def _require_documents(model: nn.Module, text: torch.Tensor) -> None:
@@ -202,7 +203,7 @@ def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
             del scores
     one, two = found
     change = ((one - two).abs().max() / one.abs().max()).item()
-    return change if change > torch.finfo(one.dtype).eps ** 0.5 / 4 else 0.0  # above the rounding of experts' sums
+    return change if change > torch.finfo(one.dtype).eps ** 0.5 / 4 else 0.0  # sums over experts differ by less
 
 
 def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
@@ -229,7 +230,8 @@ def _scores(model: nn.Module, microbatch: Batch) -> torch.Tensor:
 
 
 def _vocabulary(config: TrainConfig) -> int | None:
-    """Return the vocabulary size, which all tokens in token files must be below. None if this is not to be checked."""
+    """Return the vocabulary size, if tokens are read from token files: each token must be below it. Otherwise, and for
+    your own model, return None."""
     known = config.data.kind == "tokens" and isinstance(config.model, HybridConfig)
     return config.model.vocab_size if known else None  # type: ignore[union-attr]
 
