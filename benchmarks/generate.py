@@ -130,7 +130,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     print(machine())
-    print(f"\n{'ms per token after':50}{'positions':>10}{'weft':>10}{'transformers':>14}{'weft / it':>11}")
+    print(f"\n{'ms per token after':50}{'positions':>10}{'weft':>10}{'transformers':>14}{'ratio':>11}")
     for name, (kind, more) in KINDS.items():
         sides = sides_of(kind, more)
         medians = []

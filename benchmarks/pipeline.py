@@ -209,7 +209,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def report(taken: dict, found: dict) -> None:
     """Print how the ranks spent their time."""
-    print(f"\n{'one more step':24}{'idle':>8}{'exposed':>9}{'exchange':>10}{'hidden':>8}{'1f1b / it':>11}")
+    print(f"\n{'one more step':24}{'idle':>8}{'exposed':>9}{'exchange':>10}{'hidden':>8}{'speedup':>11}")
     for name, values in found.items():
         ratio = statistics.median(one / it for one, it in zip(taken["weft 1f1b"], taken[name]))
         idle, exposed, exchange, hidden = (f"{value:.0%}" for value in values)

@@ -43,7 +43,7 @@ TOTAL = 128 << 20
 def sweep(rounds: int, times: int) -> None:
     """Print a row for each size of unit."""
     if dist.get_rank() == 0:
-        print(f"\n{'a step, ms':24}{'weft':>10}{'FSDP2':>10}{'weft / it':>11}")
+        print(f"\n{'a step, ms':24}{'weft':>10}{'FSDP2':>10}{'weft/FSDP2':>11}")
     for size, width in SIZES.items():
         units = max(min(150, TOTAL // (4 * width * width)), 2)
         steps = {}
@@ -129,7 +129,7 @@ def main() -> None:
     for name, (units, layers) in () if options.sweep else MODELS.items():
         made = {side: parts_of(units, layers, wrap) for side, wrap in wraps.items()}
         if dist.get_rank() == 0:
-            others = "".join(f"{side:>10}{'weft / it':>11}" for side in wraps if side != "weft")
+            others = "".join(f"{side:>10}{f'weft/{side}':>11}" for side in wraps if side != "weft")
             print(f"\n{f'{name}, ms':34}{'weft':>10}{others}")
         for what in made["weft"]:
             times = options.steps if what == "step" else 3 * options.steps  # they take a millisecond

@@ -89,7 +89,9 @@ def claims(markdown: str) -> Iterator[Claim]:
             elif tests and inline:
                 inline[-1] = inline[-1]._replace(tests=(*inline[-1].tests, *tests))
             elif tests:
-                raise ValueError(f"evidence of nothing: {' '.join(tests)}: it belongs behind a sentence or in a row")
+                raise ValueError(
+                    f"evidence without a claim: {' '.join(tests)}; write it after a sentence or in a table row"
+                )
         yield from (claim for claim in inline if claim.tests)
 
 

@@ -70,7 +70,7 @@ hidden claim | test_a.py::test_d test_e.py
 
 
 def test_evidence_of_nothing_is_an_error():
-    with pytest.raises(ValueError, match="evidence of nothing"):
+    with pytest.raises(ValueError, match="evidence without a claim"):
         list(EVIDENCE["claims"]("<!-- evidence: test_a.py -->"))
 
 

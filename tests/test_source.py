@@ -7,7 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import weft
@@ -158,6 +158,26 @@ def test_imports_in_comm_fsdp_and_graphs_make_no_circle_nor_do_their_folders():
     for name, needed in below.items():
         folders[folder[name]] |= {folder[each] for each in needed}
     assert not circle(folders)
+
+
+def test_messages_of_the_trainer_and_the_commands_count_in_singular_and_plural():
+    """A number that may be 1 goes through `words.counted`, so that no message has "1 steps"."""
+    plural = re.compile(r" (?:steps|sequences|tokens|ranks|files|microbatches|parameters|tensors|texts)\b")
+    others = {
+        (name_of(file), ast.unparse(before.value))
+        for file in files("train", "cli")
+        for node in nodes_of(file)
+        if isinstance(node, ast.JoinedStr)
+        for before, after in pairwise(node.values)
+        if isinstance(before, ast.FormattedValue) and isinstance(after, ast.Constant) and plural.match(after.value)
+    }
+    assert others == {
+        ("train/report/account.py", "format_count(self._parameters)"),
+        ("train/report/figures.py", "window"),
+        ("train/report/page.py", "format_count(facts['parameters'])"),
+        ("train/run/world.py", "self.local_ranks"),
+        ("train/task/own.py", "self.ranks"),
+    }
 
 
 def test_every_error_is_defined_in_one_module_under_one_base_class():

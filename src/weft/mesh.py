@@ -29,6 +29,8 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from weft.words import counted
+
 
 @dataclass(frozen=True)
 class Meshes:
@@ -223,7 +225,7 @@ def _fit(world: int, etp: int, **axes: int) -> int:
         if left_over:
             fix = f"start a multiple of {others} ranks, or make pp, dp_replicate, cp or tp smaller"
         else:
-            fix = f"set dp_shard={rest} or -1, or start {product} ranks"
+            fix = f"set dp_shard={rest} or -1, or start {counted(product, 'rank')}"
         raise ValueError(f"{shown} = {product} {rule or 'must be the world size'}, which is {world}; {fix}")
 
     if etp not in (1, axes["tp"]):

@@ -56,7 +56,12 @@ def test_a_missing_configuration_is_one_line(tmp_path, capsys):
 
 def test_wrong_options_are_one_line(tmp_path, capsys):
     assert "--ranks 0: must be at least 1" in refused(capsys, "train", write_config(tmp_path), "--ranks", 0)
-    assert "invalid choice" in refused(capsys, "tarin")
+    assert refused(capsys, "trian") == "weft: unknown command 'trian'; did you mean train?\n"
+    assert "unknown command 'fly'; choose from train, check, " in refused(capsys, "fly")
+    assert refused(capsys, "--completion", "bsh") == "weft: unknown --completion 'bsh'; did you mean bash?\n"
+    assert "is neither a schedule nor a file; did you mean gpipe?" in refused(capsys, "schedule", "gpip")
+    line = refused(capsys, "train", write_config(tmp_path), "--set", "train.steps")
+    assert line == "weft train: --set train.steps: must be SECTION.NAME=VALUE, such as --set train.steps=20\n"
     line = refused(capsys, "train", "x.toml", "--rnaks")
     assert line == "weft train: unrecognized arguments: --rnaks; see weft train --help\n"
     line = refused(capsys, "train", "x.toml", "train.steps=3", "optimizer.lr=0.1")
@@ -137,6 +142,9 @@ def test_an_earlier_run_of_the_name_is_resumed_without_the_settings_of_the_new_o
 
 def test_resume_of_what_is_not_there_is_no_word_about_configurations(tmp_path, capsys):
     line = refused(capsys, "train", "--resume", tmp_path / "none")
+    assert f"--resume {tmp_path / 'none'}: does not exist; name the directory of a run" in line
+    (tmp_path / "none").touch()
+    line = refused(capsys, "train", "--resume", tmp_path / "none")
     assert f"--resume {tmp_path / 'none'}: is not a directory; name the directory of a run" in line
 
 
@@ -184,7 +192,7 @@ def test_what_only_the_ranks_can_find_wrong_is_one_line_too(tmp_path):
     done = weft("train", write_config(tmp_path), "--ranks", 2, "--set", "data.sequence_length=100000")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "fewer than one" in done.stderr
+    assert "0 sequences of 100000 for 2 ranks, and each needs one or more" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
@@ -307,8 +315,9 @@ def test_an_unknown_benchmark_is_refused_with_the_names_of_those_there_are(tmp_p
     (tmp_path / "benchmarks" / "hello.py").write_text("")
     (tmp_path / "benchmarks" / "_shared.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    line = refused(capsys, "bench", "hallo")
-    assert "'hallo' is not a benchmark; choose from: " in line
+    assert refused(capsys, "bench", "hallo") == "weft bench: 'hallo' is not a benchmark; did you mean hello?\n"
+    line = refused(capsys, "bench", "zzz")
+    assert "'zzz' is not a benchmark; choose from " in line
     assert "hello" in line
     assert "_shared" not in line
 
@@ -362,9 +371,18 @@ def test_an_interrupt_before_a_command_can_handle_it_has_the_exit_code_of_its_ki
     assert ("nothing was saved" in capsys.readouterr().err) == (code == 4)
 
 
-def test_a_path_that_does_not_exist_is_named_as_such(tmp_path, capsys):
-    assert main(["inspect", str(tmp_path / "nope")]) == 2
-    assert "nope: does not exist" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["inspect"], ["report"], ["eval"], ["sample"], ["chat"], ["convert"], ["config", "--from"]),
+        *(["train", "--resume"], ["train", "CONFIG", "--resume"]),
+    ],
+)
+def test_a_path_that_does_not_exist_is_named_as_such(tmp_path, capsys, words):
+    missing = tmp_path / "nope"
+    words = [str(write_config(tmp_path)) if word == "CONFIG" else word for word in words]
+    line = refused(capsys, *words, missing, *([tmp_path / "new"] if words == ["convert"] else []))
+    assert f"{missing}: does not exist; name " in line
 
 
 def test_data_that_a_step_refuses_are_one_line(capsys):

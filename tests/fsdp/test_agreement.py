@@ -81,7 +81,7 @@ def test_ranks_hear_whether_all_units_ended_in_the_same_order():
 @distributed(2)
 def test_ranks_with_different_units_raise_before_the_first_pass():
     net = nets.shard(nets.make(hidden=29 + dist.get_rank()))
-    said = r"rank 0: blocks\.0 \(Block, \d+ elements of 5 parameters\); rank 1: .*build the same model on every rank"
+    said = r"rank 0: blocks\.0 \(Block, [\d,]+ elements of 5 parameters\); rank 1: .*build the same model on every rank"
     with pytest.raises(CollectiveMismatch, match=said):
         net(nets.data(1, 4)[0])
 

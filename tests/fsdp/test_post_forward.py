@@ -105,7 +105,7 @@ def test_what_stays_is_dropped_when_the_weights_may_have_changed():
 
 @distributed(4)
 def test_numbers_of_ranks_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match=r"reshard_after_forward=3: it must divide the 4 ranks .* one of 1, 2, 4"):
+    with pytest.raises(ValueError, match=r"reshard_after_forward=3: it must divide .* axis, 4; choose one of 1, 2, 4"):
         weft.fully_shard(nets.make(), reshard_after_forward=3)
     with pytest.raises(ValueError, match="reshard_after_forward=0: it must divide"):
         weft.fully_shard(nets.make(), reshard_after_forward=0)
@@ -114,7 +114,7 @@ def test_numbers_of_ranks_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="reshard_after_forward=2 where each rank keeps all weights"):
         weft.fully_shard(nets.make(), reshard_after_forward=2, strategy="optim")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
-    with pytest.raises(ValueError, match="it must divide the 2 ranks"):
+    with pytest.raises(ValueError, match="it must divide the number of ranks of the shard axis, 2"):
         weft.fully_shard(nets.make(), reshard_after_forward=4, mesh=mesh)
 
 

@@ -259,7 +259,7 @@ def test_documents_of_another_batch_and_together_with_a_cache_are_refused():
     with pytest.raises(TypeError, match="documents is a Tensor: create it with"):
         model(tokens, documents=ids)
     for wrong, raised in ((ids, TypeError), (Documents.from_ids(ids.view(1, -1)), ValueError)):
-        with pytest.raises(raised, match=r"documents (is a Tensor|of 1 rows of 46 tokens)"):
+        with pytest.raises(raised, match=r"documents (is a Tensor|of 1 row of 46 tokens)"):
             evaluate(model.eval(), [{"tokens": tokens, "documents": wrong}], outputs="all")
 
 

@@ -244,7 +244,7 @@ def test_transfers_between_ranks_take_time_and_those_on_one_rank_do_not():
 @pytest.mark.parametrize(
     ("costs", "said"),
     [
-        (Costs(forward=[1, 2, 3]), "forward has 3 times; pass one, or one for each of 4 stages"),
+        (Costs(forward=[1, 2, 3]), "forward has 3 times for 4 stages; pass one for each, or one number for all"),
         (Costs(weights=-1), "weights = -1; times must be finite and not negative"),
         (Costs(pair=float("nan")), "pair = nan; times must be finite"),
         (Costs(transfer=float("inf")), "transfer = inf; times must be finite"),

@@ -144,7 +144,7 @@ def test_times_of_any_unit_are_drawn(capsys, unit):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["dualpipe"], "'dualpipe' is neither a schedule nor a file; schedules: gpipe"),
+        (["dualpipe"], "'dualpipe' is neither a schedule nor a file; did you mean dualpipev?"),
         (["1f1b", "--pp", "2"], "needs a number of ranks and of microbatches (--pp, --microbatches)"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "1,2"], "--costs 1,2: must be three numbers"),
         (

@@ -128,7 +128,7 @@ def test_pairs_of_the_combined_schedule_follow_each_other_without_a_gap():
 @pytest.mark.parametrize(
     ("name", "sizes", "said"),
     [
-        ("dualpipe", {}, "'dualpipe' is neither a schedule nor a file; schedules: gpipe, 1f1b"),
+        ("magic", {}, "'magic' is neither a schedule nor a file; choose from gpipe, 1f1b"),
         ("1f1b", {"chunks": 2}, "1f1b: chunks = 2; it has 1 on each rank"),
         ("zbv", {"chunks": 1}, "zbv: chunks = 1; it has 2 on each rank"),
         ("dualpipev", {"microbatches": 7}, "dualpipev: microbatches = 7; on 4 ranks it needs 8 or more"),

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 
@@ -25,8 +27,7 @@ def evaluated(run, options):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         ask("eval", run, *options)
-    words = said.getvalue().split("  ")
-    return {word.rpartition(" ")[0]: float(word.rpartition(" ")[2]) for word in words}
+    return {name: float(value) for name, value in re.findall(r"([a-z][a-z ]*) ([\d.]+)", said.getvalue())}
 
 
 @pytest.mark.slow
@@ -37,15 +38,26 @@ def test_eval_gives_the_validation_loss_that_the_run_had(pool, tmp_path):
     for record, options in zip(metrics(run, "validation"), (["--step", "2"], [])):
         found = pool.run(1, evaluated, run, options)[0]
         assert found["step"] == record["step"]
-        assert found["loss"] == pytest.approx(record["loss"], rel=1e-5)
-        assert found["nats per byte"] == pytest.approx(record["nats_per_byte"], rel=1e-5)
-    assert pool.run(1, evaluated, run, ["--ema"])[0]["loss"] == pytest.approx(record["ema_loss"], rel=1e-5)
+        assert found["validation loss"] == pytest.approx(record["loss"], rel=1e-5)
+    averaged = pool.run(1, evaluated, run, ["--ema"])[0]
+    assert averaged["validation loss"] == pytest.approx(record["ema_loss"], rel=1e-5)
 
 
-def test_eval_prints_every_digit_of_the_step(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("weft.train.evaluate.evaluate", lambda *arguments, **options: {"step": 1234567, "loss": 1.25})
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"loss": 1.25}, "1.25"),
+        ({"loss": 1.25, "nats_per_byte": 1.25}, "1.25 nats/byte"),
+        ({"loss": 2.5, "nats_per_byte": 1.25}, "2.5 nats/token, 1.25 nats/byte"),
+        ({"loss": 1.25, "top_1": 0.5}, "1.25  top 1 0.5"),
+    ],
+)
+def test_eval_prints_every_number_once_with_its_unit_and_all_digits_of_the_step(
+    tmp_path, monkeypatch, capsys, values, said
+):
+    monkeypatch.setattr("weft.train.evaluate.evaluate", lambda *arguments, **options: {"step": 1234567, **values})
     assert main(["eval", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "step 1234567  loss 1.25\n"
+    assert capsys.readouterr().out == f"step 1234567  validation loss {said}\n"
 
 
 @pytest.mark.long
@@ -144,4 +156,4 @@ def test_another_text_can_be_validated_on_for_any_run(pool, tmp_path):
     for run, setting in (("apart", "data.validation_paths"), ("part", "data.paths")):
         options = ([], ["--set", f'{setting}=["{other}"]'])
         first, second = (pool.run(1, evaluated, tmp_path / "runs" / run, each)[0] for each in options)
-        assert abs(first["loss"] - second["loss"]) > 1e-3
+        assert abs(first["validation loss"] - second["validation loss"]) > 1e-3

@@ -56,7 +56,7 @@ def trained(path, folder, steps, resume_from=None):
     config = load_config(path, [f"train.steps={steps}", "schedule.shape=constant"])
     trainer = Trainer(config, Run(folder, resume_from), say=lambda line: None)
     trainer.run()
-    return metrics(folder), metrics(folder, "validation"), type(trainer.model).__name__
+    return metrics(folder), metrics(folder, "validation"), type(trainer.model).__name__, trainer.task.description
 
 
 TEXT = {"factory": f'"{__name__}:Tokens"', "options": "{width = 16}"}
@@ -97,7 +97,8 @@ def test_data_by_its_place_trains_too(pool, tmp_path):
     text = path.read_text().replace("validation_batches = 2\n", "")
     place = f"{batches.__module__}:batches"
     path.write_text(f'{text}[data]\nfactory = "{place}"\nvalidation_factory = "{place}"\n')
-    lines, validations, _ = pool.run(2, trained, path, tmp_path / "run", 4)[0]
+    lines, validations, _, description = pool.run(2, trained, path, tmp_path / "run", 4)[0]
+    assert description == "data: the function batches"
     assert len(lines) == 4 and lines[-1]["loss"] > 0
     assert len(validations) == 2
 

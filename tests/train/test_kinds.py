@@ -116,7 +116,7 @@ def test_tokenising_says_how_far_it_is_and_happens_once(tmp_path, monkeypatch):
     assert shares == sorted(shares) and shares[-1] == 100 and len(shares) == 300
     load_corpus(settings, say=said.append)
     made = said[0].partition(" ")[0]
-    assert not any(line.startswith(made) for line in said[300:]), "the tokens are compared, not made anew"
+    assert not any(line.startswith(made) for line in said[300:]), "the tokens are compared, not computed again"
 
 
 def test_whole_documents_are_never_cut_as_long_as_they_fit():
@@ -150,7 +150,7 @@ def test_sequences_without_a_label_are_left_out_where_documents_are_separate():
     assert len(packed) == 1 and packed.labels(np.zeros(1, dtype=int)) == 2
     assert len(sequences(part, 4, "whole", 1, cross_documents=True)) == 5
     ones = Part(np.zeros(20, dtype=np.uint16), np.arange(20))
-    with pytest.raises(ConfigError, match="20 tokens are 0 sequences with a label"):
+    with pytest.raises(ConfigError, match="20 tokens: 0 sequences with a label for 1 rank"):
         sequences(ones, 4, "whole", 1)
 
 
@@ -396,7 +396,7 @@ HELD = {
     "a typo": ("text", "held.txt", None, "is not a file or folder"),
     "no text": ("text", "held.txt", b"\0", "is not text"),
     "an empty file": ("text", "held.txt", b"", "no text found"),
-    "too little": ("text", "held.txt", b"too short", "9 validation tokens are 0 sequences"),
+    "too little": ("text", "held.txt", b"too short", "9 validation tokens: 0 sequences"),
     "a broken line": ("jsonl", "held.jsonl", b"{broken", "document 1 cannot be read (line 1: is not JSON"),
     "no tokens": ("tokens", "held.npy", b"x", "cannot be mapped as tokens"),
     "no data set": ("datasets", "held", None, "is not the directory of a `datasets` dataset"),

@@ -78,8 +78,8 @@ def test_a_pinned_warmup_does_not_stop_a_short_experiment(tmp_path):
     short = parse_config(pinned, ["train.steps=8"])
     assert short.schedule.warmup_steps is None
     assert short.notes == (
-        "schedule.warmup_steps = 100 does not fit into train.steps = 8: the learning rate rises over 0 steps, "
-        "the default",
+        "schedule.warmup_steps = 100 does not fit into train.steps = 8; this run has the default for its length, "
+        "0 warmup steps",
     )
     assert parse_config(pinned, ["train.steps=500"]).schedule.warmup_steps == 100  # it fits
     with pytest.raises(ConfigError, match=r"schedule\.warmup_steps = 100: must be at most"):
@@ -117,7 +117,7 @@ def test_losses_in_different_units_say_theirs(capsys):
         progress.update(1, loss=2.0)
         progress.update(2, validation_loss=0.5)
     said = capsys.readouterr().out
-    assert "loss 2.0000 nats/token" in said and "validation 0.5000 nats/byte" in said
+    assert "loss 2.0000 nats/token" in said and "validation loss 0.5000 nats/byte" in said
 
 
 def test_a_request_to_stop_before_the_first_step_promises_no_checkpoint():

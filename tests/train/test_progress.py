@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from weft.train.record import progress as progress_module
-from weft.train.record.progress import Progress, format_bytes, format_count, format_time
+from weft.train.record.progress import Progress, format_bytes, format_count, format_step, format_time
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_validations_and_notes_have_lines_of_their_own_at_any_step():
         progress.update(7, validation_loss=2.25)
         progress.note("checkpoint [7] saved")
     assert console.file.getvalue().splitlines() == [
-        "step   7/100  validation 2.2500  left 0:00",
+        "step   7/100  validation loss 2.2500  left 0:00",
         "checkpoint [7] saved",
     ]
 
@@ -136,8 +136,20 @@ def test_an_error_leaves_the_terminal_usable():
 
 
 def test_numbers_are_written_for_people():
-    counts = {7: "7", 999: "999", 12_345: "12.3k", 2.5e6: "2.5M", 3e9: "3G"}
+    counts = {
+        0.5: "0.5",
+        7: "7",
+        999: "999",
+        60.98: "61.0",
+        999.6: "1.00k",
+        1300: "1.30k",
+        12_345: "12.3k",
+        999_600: "1.00M",
+        3e9: "3.00G",
+    }
     assert {value: format_count(value) for value in counts} == counts
+    steps = {0.123: "123 ms", 0.9996: "1.00 s", 1.5: "1.50 s", 9.996: "10.0 s", 123.4: "123 s", 1234: "1234 s"}
+    assert {value: format_step(value) for value in steps} == steps
     sizes = {5: "5 B", 1536: "1.5 KiB", 5 << 20: "5.0 MiB", 3 << 29: "1.5 GiB"}
     assert {value: format_bytes(value) for value in sizes} == sizes
     times = {5: "0:05", 65: "1:05", 3725: "1:02:05"}

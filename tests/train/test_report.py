@@ -201,7 +201,7 @@ def test_tokens_per_expert_are_drawn_however_many_layers_and_experts_there_are(t
         assert "Tokens per expert over the steps" in page.text and len(pictures(page)) == 2
 
 
-@pytest.mark.parametrize("moved, said", [([[100, 80], [100, 78]], "saves 21% of the rows"), ([[9, 9]], None)])
+@pytest.mark.parametrize("moved, said", [([[100, 80], [100, 78]], "21% fewer tokens"), ([[9, 9]], None)])
 def test_saved_rows_are_reported(tmp_path, moved, said):
     records = [
         {"step": step, "kind": "experts", "load": {"layer": [1, 3]}, "exchanged": {"layer": rows}}
@@ -209,9 +209,7 @@ def test_saved_rows_are_reported(tmp_path, moved, said):
     ]
     (tmp_path / FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
     _, page = read(write_report(tmp_path))
-    assert (said or "over the steps") in page.text and (said is not None) == (
-        "of the rows sent between ranks" in page.text
-    )
+    assert (said or "over the steps") in page.text and (said is not None) == ("fewer tokens" in page.text)
 
 
 def test_a_recorded_step_is_drawn_and_said_in_words(tmp_path):
@@ -321,6 +319,14 @@ def test_the_shown_configuration_is_what_the_run_used():
     for name in ("mamba", "expert", "ema_decay", "profile"):
         assert name in text and name not in shown
     assert in_use("no = toml = at all") == "no = toml = at all"
+
+
+def test_the_note_of_the_shown_configuration_names_all_that_it_shows(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (tmp_path / "config.toml").write_text(to_toml(parse_config("")))
+    _, page = read(write_report(tmp_path))
+    assert "steps = 1000" in page.text and "hidden_size = " in page.text, "shown at their defaults"
+    assert "The main settings, the sizes of the model's layers, and all other settings that differ" in page.text
 
 
 def drawn(text):

@@ -225,7 +225,7 @@ def test_a_wrong_value_is_a_one_line_error_with_the_setting_its_value_the_rule_a
 @pytest.mark.parametrize("override", UNKNOWN)
 def test_an_unknown_setting_is_one_line_with_what_there_is(override):
     line = refusal(override)
-    assert any(words in line for words in ("did you mean", "sections:", "knows", "must be section.name=value")), line
+    assert any(words in line for words in ("did you mean", "sections:", "knows", "must be SECTION.NAME=VALUE")), line
 
 
 def test_there_are_more_than_a_hundred():

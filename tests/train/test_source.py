@@ -109,7 +109,7 @@ def test_rows_of_the_model_beyond_the_tokenizer_are_never_drawn(tmp_path, monkey
 def test_a_prompt_that_the_model_has_no_tokens_for_is_refused(published, tmp_path):
     hf.save(HybridModel(HybridConfig(pattern="[*-]", hidden_size=16, vocab_size=9)), tmp_path / "small")
     (published / "tokenizer.json").rename(tmp_path / "small" / "tokenizer.json")
-    with pytest.raises(ConfigError, match=r"maps the prompt to token \d+, but the model has 9 tokens; put the"):
+    with pytest.raises(ConfigError, match=r"maps the prompt to token \d+, but model.vocab_size = 9; put the"):
         next(Source(tmp_path / "small").continued("some text"))
 
 
@@ -133,11 +133,12 @@ def test_whoever_reads_a_run_takes_its_newest_intact_checkpoint_and_says_so(pool
         assert main(words) == 0
         errors = capsys.readouterr().err
         assert errors.startswith(f"weft {words[0]}: {damaged} is damaged: ") and errors.count("\n") == 1
-        assert errors.endswith("; it is passed over\n")
-    step, (line,) = pool.run(1, lines_of_eval, run)[0]
-    assert step == 2 and line.startswith(f"{damaged} is damaged: ") and line.endswith("; it is passed over")
+        assert errors.endswith("; this checkpoint is skipped\n")
+    step, (line, last) = pool.run(1, lines_of_eval, run)[0]
+    assert last == "computing the validation loss of step 2"
+    assert step == 2 and line.startswith(f"{damaged} is damaged: ") and line.endswith("; this checkpoint is skipped")
     lines = pool.run(1, lines_of_a_trainer, write_config(tmp_path, run__weights=str(run)))[0]
-    assert [each for each in lines if "passed over" in each] == [line]
+    assert [each for each in lines if "skipped" in each] == [line]
     assert main(["sample", str(damaged)]) == 1
     assert "is damaged" in capsys.readouterr().err
 

@@ -8,6 +8,7 @@ import torch
 
 from tests.train.command import committed, metrics, write_config
 from tests.train.test_loop import reference, train_on
+from weft.train.record.progress import format_count
 from weft.train.report.facts import read_facts
 from weft.train.report.stages import read_stages
 
@@ -49,7 +50,7 @@ def test_training_in_stages_is_training_in_one_process(pool, tmp_path, ranks, ch
             torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5, msg=name)
     loads = metrics(tmp_path / "run", "experts")
     assert all(line["load"].keys() == {"decoder.layers.0.mlp", "decoder.layers.2.mlp"} for line in loads)
-    assert f"{sum(value.numel() for value in weights.values()) / 1e6:.2f} M parameters" in " ".join(answers[0][-1])
+    assert f"{format_count(sum(value.numel() for value in weights.values()))} parameters" in " ".join(answers[0][-1])
 
 
 def test_losses_of_routers_are_logged_apart_where_stages_have_them(pool, tmp_path):

@@ -43,7 +43,7 @@ def test_sizes_that_do_not_fit_are_refused():
 
     config("sharding.tp=2").validate(4)
     assert config("sharding.tp=2", "sharding.cp=2").microbatches_per_step(2) == 2
-    with pytest.raises(ConfigError, match=r"sharding\.tp = 2: must divide the 3 ranks; choose from \[1, 3\]"):
+    with pytest.raises(ConfigError, match=r"sharding\.tp = 2: must divide .* ranks, 3; choose from \[1, 3\]"):
         config("sharding.tp=2").validate(3)
     with pytest.raises(ConfigError, match=r"sharding\.tp = 3: model\.num_attention_heads=4 is split over tp=3 ranks"):
         config("sharding.tp=3")

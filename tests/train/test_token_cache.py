@@ -24,7 +24,7 @@ def test_a_damaged_token_file_of_the_right_length_is_made_anew(text, tmp_path, k
     said = []
     (again,) = load_corpora(text, say=said.append)
     assert again.train.tobytes() == whole and path.read_bytes() != bytes(damaged)
-    assert len(said) == 1 and said[0].endswith("differs from what was written there; it is made anew")
+    assert len(said) == 1 and said[0].endswith("differs from what was written there; the text is tokenized again")
     said.clear()
     load_corpora(text, say=said.append)
     assert said == []

@@ -14,12 +14,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from weft.checkpoint.directory import committed_steps, debris, path_of
 from weft.checkpoint.manifest import MANIFEST, CheckpointError, CheckpointGone, readable_size
 from weft.checkpoint.reading import describe
+from weft.checkpoint.storage import require_exists
+from weft.words import counted
 
 _ONE_LINE = 10_000
 """The width of output that does not go to a terminal, large enough that keys are not wrapped and can be searched."""
 
 
-def show(path: Path, *, verify_content: bool = False, console: Console | None = None) -> None:
+def show(path: Path, *, verify_content: bool = False) -> None:
     """Print tables about `path`: a checkpoint, a folder of checkpoints, or a run directory.
 
     For a checkpoint, the tables list its tensors. For a folder of checkpoints or a run directory, a table lists the
@@ -30,12 +32,11 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
     CheckpointError if a checkpoint is damaged. For a folder or a run directory, `show` prints the tables before it
     raises this error.
     """
-    console = console or Console(width=None if sys.stdout.isatty() else _ONE_LINE)
+    console = Console(width=None if sys.stdout.isatty() else _ONE_LINE)
     if (path / MANIFEST).is_file():
         _show_checkpoint(path, verify_content, console)
         return
-    if not path.exists():
-        raise ValueError(f"{path}: does not exist; name a checkpoint or the directory of a run")
+    require_exists(path, "name a checkpoint or the directory of a run")
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps, rest = committed_steps(folder), debris(folder)
     if not steps and not rest:
@@ -91,8 +92,8 @@ def _show_checkpoint(path: Path, verify_content: bool, console: Console, *, list
         tensors.add_row(escape(key), str(dtype).removeprefix("torch."), shape, _placement(entry), readable_size(size))
     checked = ", checksums equal" if verify_content else ""
     console.print(
-        f"{path}: step {manifest.step:,}, written by {manifest.ranks} rank{'s' * (manifest.ranks > 1)}, "
-        f"{len(manifest.files)} files, {readable_size(manifest.bytes)}, committed{checked}",
+        f"{path}: step {manifest.step:,}, written by {counted(manifest.ranks, 'rank')}, "
+        f"{counted(len(manifest.files), 'file')}, {readable_size(manifest.bytes)}, committed{checked}",
         highlight=False,
         markup=False,
         soft_wrap=True,
@@ -102,7 +103,7 @@ def _show_checkpoint(path: Path, verify_content: bool, console: Console, *, list
         console.print(tensors)
         console.print("plain data: " + ", ".join(others), highlight=False, markup=False)
     summary = ", ".join(f"{name} {readable_size(size)}" for name, size in totals.items())
-    console.print(f"{tensors.row_count:,} tensors: {summary}", highlight=False, markup=False)
+    console.print(f"{counted(tensors.row_count, 'tensor')}: {summary}", highlight=False, markup=False)
 
 
 def _print_title(console: Console, title: str) -> None:

@@ -3,7 +3,7 @@
 import io
 import pickletools
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import IO, Any
 
 import torch
@@ -12,10 +12,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from weft.errors import CheckpointMismatch
+from weft.words import listed
 
 _ZIP = b"PK\x03\x04"
 """The first bytes of a zip archive."""
 Stored = TensorStorageMetadata | BytesStorageMetadata
+_SHOWN = 20
+"""The largest number of keys in each list of an error message."""
 
 _BARE_STORAGE = "torch.storage UntypedStorage"
 """The storage of tensors whose dtype has no storage class, such as float8."""
@@ -87,15 +90,15 @@ def compare(
     """
     complaints = []
     if missing := [key for key in live if key not in stored]:
-        complaints.append(f"missing in the checkpoint: {_listed(missing)}")
+        complaints.append(f"missing in the checkpoint: {listed(sorted(missing), _SHOWN)}")
     if unexpected := [key for key in stored if key not in live and key not in elsewhere]:
-        complaints.append(f"unexpected in the checkpoint: {_listed(unexpected)}")
+        complaints.append(f"unexpected in the checkpoint: {listed(sorted(unexpected), _SHOWN)}")
     if different := [
         f"{key} ({_shape(stored[key])}, here {_shape(value)})"
         for key, value in live.items()
         if key in stored and _shape(stored[key]) != _shape(value)
     ]:
-        complaints.append(f"different: {_listed(different)}")
+        complaints.append(f"different: {listed(sorted(different), _SHOWN)}")
     if complaints:
         raise CheckpointMismatch(
             f"{checkpoint} does not fit the model and options of this run: {'; '.join(complaints)}; "
@@ -116,9 +119,3 @@ def _shape(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return "no tensor"
-
-
-def _listed(names: Iterable[str], limit: int = 20) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

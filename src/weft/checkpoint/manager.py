@@ -239,7 +239,7 @@ class CheckpointManager:
     def _say_passed_over(self) -> None:
         stays = ", and none of the existing checkpoints is deleted" if self._lock is not None else ""
         for error in self.passed_over.values():
-            self._say(f"{error}; it is passed over{stays}")
+            self._say(f"{error}; this checkpoint is skipped{stays}")
 
     def _load(self, state: Mapping[str, Any], step: int) -> None:
         path = folder.path_of(self.directory, step)

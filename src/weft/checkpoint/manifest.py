@@ -134,15 +134,14 @@ class Manifest:
 
 
 class CheckedFile(io.RawIOBase):
-    """A stream that reads a part of a checkpoint's file `name`: `length` bytes from `offset` on. If `length` is None,
-    the part extends to the end of the file.
+    """A stream that reads a checkpoint's file `name` or, after `cut_to`, a part of it.
 
     `file`: the entry of the file in the manifest. A read compares the checksum of each block that it needs with the
     checksum in this entry. If they differ, the read raises CheckpointError with the names of the file and the
     checkpoint.
     """
 
-    def __init__(self, checkpoint: Path, name: str, file: File, offset: int = 0, length: int | None = None) -> None:
+    def __init__(self, checkpoint: Path, name: str, file: File) -> None:
         require_whole(checkpoint, name, file)
         self.checkpoint, self.name, self.file = checkpoint, name, file  # type: ignore[assignment]
         try:
@@ -151,11 +150,10 @@ class CheckedFile(io.RawIOBase):
         except OSError as error:
             raise _unusable(checkpoint, f"{name} cannot be read: {one_line(error)}") from error
         self._blocks: dict[int, bytes] = {}
-        self._position = 0
-        self.cut_to(offset, file.bytes - offset if length is None else length)
+        self.cut_to(0, file.bytes)
 
     def cut_to(self, offset: int, length: int) -> "CheckedFile":
-        """Select another part of the file to read, and return `self`."""
+        """Read only `length` bytes from `offset` on, and return `self`."""
         self._start, self._length, self._position = offset, length, 0
         return self
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from weft.errors import StorageError
+from weft.errors import ConfigError, StorageError
 
 UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK, errno.EISDIR, errno.EBADF}
 """The error numbers of operations that a file system does not support. Other failures have other numbers."""
@@ -76,10 +76,17 @@ def operation(name: str, path: str | Path) -> Iterator[None]:
         del _running[key]
 
 
-class WrittenFile:
-    """A new file. Each write is recorded as an operation."""
+def require_exists(path: Path, fix: str, asked: str = "") -> None:
+    """Raise ConfigError if `path` does not exist. The message begins with the path or with `asked`, the option that
+    named the path, and ends with `fix`."""
+    if not path.exists():
+        raise ConfigError(f"{asked or path}: does not exist; {fix}")
 
-    def __init__(self, path: Path, mode: str = "wb") -> None:
+
+class WrittenFile:
+    """A file that is being written. Each write is recorded as an operation. `mode`: as for `open`."""
+
+    def __init__(self, path: Path, mode: str) -> None:
         self.path = path
         with operation("open", path):
             self._stream: IO[Any] = path.open(mode)

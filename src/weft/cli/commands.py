@@ -9,6 +9,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from weft.words import choice_of, counted
+
 _BESIDE = 10
 """The niceness of the process that writes a live report."""
 
@@ -38,7 +40,7 @@ def config(options: argparse.Namespace) -> int:
         checked.validate(ranks)
         if not checked.data.factory:
             find_texts(checked.data, checked.run.directory, checked.data.paths)
-        print(f"{options.check}: fine on {ranks} rank{'s' * (ranks > 1)}")
+        print(f"{options.check}: fine on {counted(ranks, 'rank')}")
     else:
         print(as_markdown() if options.markdown else as_toml(), end="")
     return 0
@@ -59,15 +61,15 @@ def check(options: argparse.Namespace) -> int:
     loaded.validate(options.ranks)
     result = checked(loaded, options.ranks)
     mesh = " x ".join(f"{name} {size}" for name, size in result.axes.items() if size > 1) or "one rank"
-    print(f"one step of a small copy on {result.ranks} rank{'s' * (result.ranks > 1)} in one process: {mesh}")
+    print(f"one step of a small copy on {counted(result.ranks, 'rank')} in one process: {mesh}")
     if result.unseen:
         print(f"not checked, because their gradient is 0: {', '.join(result.unseen)}")
     for number, line in enumerate(result.found, start=1):
         print(f"{number}. {line}")
     if not result.found:
         print(
-            f"{options.config}: {result.parameters} parameters equal those on one rank: weights, gradients, norm, "
-            f"messages"
+            f"{options.config}: {counted(result.parameters, 'parameter')}, all equal to those on one rank: weights, "
+            f"gradients, norm, messages"
         )
     return 1 if result.found else 0
 
@@ -102,18 +104,25 @@ def evaluate(options: argparse.Namespace) -> int:
         trust=options.trust,
         say=partial(warn, options),
     )
-    step = values.pop("step")
-    print(f"step {step:.0f}", *(f"{name.replace('_', ' ')} {value:.6g}" for name, value in values.items()), sep="  ")
+    shown = {name: f"{value:.6g}" for name, value in values.items()}
+    loss = shown.pop("loss")
+    if per_byte := shown.pop("nats_per_byte", ""):
+        loss = f"{loss} nats/token, {per_byte} nats/byte" if loss != per_byte else f"{loss} nats/byte"
+    del shown["step"]
+    own = (f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
+    print(f"step {values['step']:.0f}", f"validation loss {loss}", *own, sep="  ")
     return 0
 
 
 def report(options: argparse.Namespace) -> int:
     """Write the report of a run from the files in its directory, and print the path of the report. Raises ValueError if
     the directory is not a run directory, or if the value of --live is invalid."""
+    from weft.checkpoint.storage import require_exists
     from weft.train.record.metrics import FILE
     from weft.train.report import write_report
 
     run = Path(options.path)
+    require_exists(run, "name the directory of a run")
     if not (run / FILE).is_file():
         raise ValueError(f"{run}: contains no {FILE}; name the directory of a run")
     if not 0 <= options.live < math.inf:
@@ -161,7 +170,7 @@ def convert(options: argparse.Namespace) -> int:
     if tokenizer is not None and not (target.is_file() and target.read_bytes() == tokenizer.read_bytes()):
         shutil.copyfile(tokenizer, target)
         came = f"{tokenizer.name} of data.tokenizer"
-    print(f"{options.target}: {len(model.state_dict())} tensors, and {came}")
+    print(f"{options.target}: {counted(len(model.state_dict()), 'tensor')}, and {came}")
     return 0
 
 
@@ -182,9 +191,10 @@ def pattern(options: argparse.Namespace) -> int:
     if not isinstance(sizes, HybridConfig):
         raise ValueError(f"{options.config}: uses your own model, {sizes.factory}, which has no pattern")
     try:
-        rows = rows_of(dataclasses.replace(sizes, pattern=options.pattern))
+        rows, total = rows_of(dataclasses.replace(sizes, pattern=options.pattern))
     except PatternError as error:
-        print(error.shown, file=sys.stderr)
+        begin = f"weft {options.command}: "
+        print(begin + error.shown.replace("\n", "\n" + " " * len(begin)), file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 110)
     table = Table(padding=(0, int(console.width >= 96)))  # a narrow terminal has no room for blanks beside the lines
@@ -194,7 +204,9 @@ def pattern(options: argparse.Namespace) -> int:
     for row in rows:
         table.add_row(*(f"{value:,}" if name == "parameters" else str(value) for name, value in vars(row).items()))
     table.add_section()
-    table.add_row(*[""] * 6, f"{sum(row.parameters for row in rows):,}")
+    inside = sum(row.parameters for row in rows)
+    for what, count in {"all layers": inside, "embedding, others": total - inside, "whole model": total}.items():
+        table.add_row("", what, *[""] * 4, f"{count:,}")
     console.print(table)
     return 0
 
@@ -213,8 +225,8 @@ def bench(options: argparse.Namespace) -> int:
         if not path.name.startswith("_")
     }
     if options.name not in found:
-        known = ", ".join(found) or "none found; run this in a checkout of the repository"
-        raise ValueError(f"{options.name!r} is not a benchmark; choose from: {known}")
+        fix = choice_of(options.name, found) if found else "none is here; run this in a checkout of the repository"
+        raise ValueError(f"{options.name!r} is not a benchmark; {fix}")
     return subprocess.call(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),

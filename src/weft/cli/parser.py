@@ -9,6 +9,7 @@ from weft.cli import commands, generation
 from weft.cli.completion import SHELLS, script
 from weft.cli.schedule import draw
 from weft.cli.train import start
+from weft.words import choice_of
 
 EXIT_CODES = """exit code: 0 success, 1 failure at run time, 2 invalid command or configuration, \
 3 interrupted and saved: resume with --resume, 4 interrupted before anything was saved"""
@@ -19,8 +20,14 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)  # a misspelled option must not be taken for another one
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        more = "" if message.endswith("?") else f"; see {self.prog} --help"
+        print(f"{self.prog}: {message}{more}", file=sys.stderr)
         raise SystemExit(2)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            what = "/".join(action.option_strings) or action.dest
+            raise argparse.ArgumentError(None, f"unknown {what} {value!r}; {choice_of(value, action.choices)}")
 
 
 class _Version(argparse.Action):

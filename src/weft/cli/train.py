@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.words import counted
+
 if TYPE_CHECKING:
     from weft.train.run.world import Place
 
@@ -63,6 +65,7 @@ def start(options: argparse.Namespace) -> int:
 
 def _find_configuration(options: argparse.Namespace) -> str:
     """Return the path of the configuration that `--example`, CONFIG.toml or `--resume` names."""
+    from weft.checkpoint.storage import require_exists
     from weft.train.config import ConfigError
     from weft.train.run.runs import CONFIG, refuse_no_run, refuse_other_directories, run_directory
 
@@ -82,10 +85,10 @@ def _find_configuration(options: argparse.Namespace) -> str:
         refuse_other_directories(directory, f"--resume {options.resume}")
         refuse_no_run(directory, f"--resume {options.resume}")
         return str(directory / CONFIG)
+    fix = "name the directory of a run, or a CONFIG.toml"
+    require_exists(directory, fix, f"--resume {options.resume}")
     if Path(options.resume).suffix != ".toml":
-        raise ConfigError(
-            f"--resume {options.resume}: is not a directory; name the directory of a run, or a CONFIG.toml"
-        )
+        raise ConfigError(f"--resume {options.resume}: is not a directory; {fix}")
     options.config, options.resume = options.resume, True  # `--resume CONFIG.toml`: the path names the configuration
     return options.config
 
@@ -108,7 +111,8 @@ def _check_ranks(options: argparse.Namespace, place: "Place | None") -> None:
         )
     if place is not None and options.ranks not in (None, place.ranks):
         raise ConfigError(
-            f"--ranks {options.ranks}: {place.launcher} has already started {place.ranks} ranks; leave --ranks out"
+            f"--ranks {options.ranks}: {place.launcher} has already started {counted(place.ranks, 'rank')}; leave "
+            f"--ranks out"
         )
 
 

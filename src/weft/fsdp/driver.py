@@ -69,7 +69,7 @@ class TiedHold(NamedTuple):
 
 USER = Hold("the user's unshard()", computes=False)
 UNTIL_BACKWARD = Hold("the backward that follows a forward", computes=False)
-RETURNED = Hold("what its evaluation returned", computes=False)
+RETURNED = Hold("a view that a forward without gradients returned", computes=False)
 UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
 
 

@@ -17,6 +17,8 @@ from operator import itemgetter
 
 import torch
 
+from weft.words import counted
+
 ALIGNMENT_BYTES = 128
 """Every shard starts and ends on a multiple of this many bytes."""
 
@@ -105,7 +107,7 @@ def plan_layout(
         raise ValueError(f"shards={shards}: a layout needs at least one shard")
     for size, step in zip(sizes, demanded, strict=True):
         if step < 1:
-            raise ValueError(f"granularity {step} of a tensor of {size} elements: choose 1 or more")
+            raise ValueError(f"granularity {step} of a tensor of {counted(size, 'element')}: choose 1 or more")
 
     align = max(ALIGNMENT_BYTES // itemsize, 1)
     kernel = max(KERNEL_ALIGNMENT_BYTES // itemsize, 1)

@@ -20,6 +20,7 @@ from weft.models.stack import Layer
 from weft.moe.source import WeightSource
 from weft.pipeline.actions import LOOP
 from weft.pipeline.placement import Cut, balanced
+from weft.words import counted
 
 
 def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placement: str) -> Cut | None:
@@ -44,8 +45,8 @@ def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placeme
         if chunks is not None and len(segments) != ranks * chunks:
             raise ValueError(
                 f"chunks={chunks} on pp={ranks} ranks are {ranks * chunks} stages, but pattern {cfg.pattern!r} has "
-                f"{len(segments)} segments: write one segment per stage, or no '|' for equal stages, or leave "
-                f"chunks out"
+                f"{counted(len(segments), 'segment')}: write one segment per stage, or no '|' for equal stages, or "
+                f"leave chunks out"
             )
         bounds = [0]
         for segment in segments:

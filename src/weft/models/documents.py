@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.models.loss import IGNORED_LABEL
+from weft.words import counted
 
 PADDING = -1
 """The value that marks padding in the `ids` of `Documents.from_ids`."""
@@ -76,15 +77,14 @@ class Documents:
         if starts[-1] >= self.batch * self.seq:
             raise ValueError(
                 f"starts={_some(self.starts)}: the last document begins after the end of the batch of {self.batch} x "
-                f"{self.seq} "
-                f"tokens; starts are at most {self.batch * self.seq - 1}"
+                f"{counted(self.seq, 'token')}; starts are at most {self.batch * self.seq - 1}"
             )
         rows = torch.arange(self.batch) * self.seq
         missing = rows[~torch.isin(rows, starts)]
         if len(missing):
             raise ValueError(
                 f"row {int(missing[0]) // self.seq} begins inside a document: documents cannot cross rows of "
-                f"{self.seq} tokens; add the start {int(missing[0])}"
+                f"{counted(self.seq, 'token')}; add the start {int(missing[0])}"
             )
         if not set(self.padding) <= set(range(len(self.starts))):
             raise ValueError(f"padding={self.padding}: must be indices of starts, from 0 to {len(self.starts) - 1}")
@@ -253,8 +253,8 @@ class Documents:
         """Raise `ValueError` if `values` do not have the shape of this batch."""
         if values.shape != self.shape:
             raise ValueError(
-                f"documents of {self.batch} rows of {self.seq} tokens do not fit a tensor of shape "
-                f"{list(values.shape)}: create them for this batch"
+                f"documents of {counted(self.batch, 'row')} of {counted(self.seq, 'token')} do not fit a tensor of "
+                f"shape {list(values.shape)}: create them for this batch"
             )
 
     def attention(self, device: torch.device) -> AttentionLayout:

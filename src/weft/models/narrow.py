@@ -17,6 +17,7 @@ from weft.models.model import HybridModel
 from weft.models.pattern import LAYER_KEYS
 from weft.moe.experts import GroupedExperts
 from weft.quantize import ExceptEnds
+from weft.words import counted
 
 _MARK = "is_quantized"
 
@@ -37,8 +38,8 @@ def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPre
     count += parsed.depths * sum(len(each.symbols) for each in parsed.prediction)
     if ends.first + ends.last >= count:
         raise ValueError(
-            f"except_ends({ends.first}, {ends.last}) of a model with {count} layers leaves none to quantize; choose "
-            f"smaller numbers"
+            f"except_ends({ends.first}, {ends.last}) of a model with {counted(count, 'layer')} leaves none to "
+            f"quantize; choose smaller numbers"
         )
     for number, block in _blocks(model):
         if ends.first <= number < count - ends.last:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from weft.errors import PatternError
 from weft.models.kinds import KINDS
+from weft.words import counted
 
 LAYER_NAMES = {symbol: kind.title for symbol, kind in KINDS.items()}
 LAYER_KEYS = {symbol: kind.key for symbol, kind in KINDS.items()}
@@ -85,7 +86,7 @@ class Pattern:
                 self.text,
                 borders[-1] if borders else 0,
                 "|" if borders else self.text,
-                f"{count} pipeline segment{'s' * (count > 1)} cannot be distributed over pp={pp_size} ranks; add '|' "
+                f"{counted(count, 'pipeline segment')} cannot be distributed over pp={pp_size} ranks; add '|' "
                 f"until the number of segments is a multiple of {pp_size}",
             )
         for name, value, end in (("pp_rank", pp_rank, pp_size), ("chunk", chunk, count // pp_size)):

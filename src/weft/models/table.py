@@ -30,9 +30,9 @@ class Row:
     parameters: int
 
 
-def rows_of(cfg: HybridConfig) -> list[Row]:
-    """Return one row per symbol of the pattern of `cfg`. The parameters are counted in a model on the meta device,
-    which uses no memory."""
+def rows_of(cfg: HybridConfig) -> tuple[list[Row], int]:
+    """Return one row per symbol of the pattern of `cfg`, and the number of parameter elements of the whole model, with
+    embedding, norms and head. The parameters are counted in a model on the meta device, which uses no memory."""
     with torch.device("meta"):
         model = HybridModel(cfg)
     pattern = cfg.parsed
@@ -48,4 +48,4 @@ def rows_of(cfg: HybridConfig) -> list[Row]:
                 count = sum(weight.numel() for weight in block.parameters())
                 number = layer.physical + place
                 rows.append(Row(symbol, LAYER_NAMES[symbol], number, layer.index, segment, unit, count))
-    return rows
+    return rows, sum(weight.numel() for weight in model.parameters())

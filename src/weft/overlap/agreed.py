@@ -25,6 +25,7 @@ from weft.comm.watch.rules import mismatch
 from weft.overlap.layer import StagedLayer
 from weft.overlap.microbatch import Microbatch
 from weft.pipeline.placement import Cut
+from weft.words import counted
 
 _MOMENT = "beginning of a schedule"
 _RULE = (
@@ -72,7 +73,7 @@ def agree_on_schedule(
         return False
     mode = "training" if model.training else "evaluation"
     common = _Word(zlib.crc32(f"{what} {mode} {len(microbatches)} {order}".encode()))
-    said = f"{what} in {mode} mode of {len(microbatches)} microbatches"
+    said = f"{what} in {mode} mode of {counted(len(microbatches), 'microbatch')}"
     converted, bad, anywhere = False, False, bool(experts)
     if cut.group is not None:
         checksum = _checksum(microbatches)

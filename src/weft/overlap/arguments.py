@@ -15,6 +15,7 @@ from weft.overlap.microbatch import Microbatch, names_beside, taken_by
 from weft.pipeline import Table, check
 from weft.pipeline import table as named_table
 from weft.pipeline.placement import Cut
+from weft.words import counted
 
 _LAYER_MEMBERS = ("stages", "dispatcher", "attend", "experts", "finish", "expert_modules")
 
@@ -160,7 +161,8 @@ def checked_scales(loss_scale: Any, count: int) -> list[float]:
     factors = list(loss_scale) if several else [loss_scale] * count
     if len(factors) != count:
         raise ValueError(
-            f"loss_scale has {len(factors)} factors for {count} microbatches: pass one for each, or one number for all"
+            f"loss_scale has {counted(len(factors), 'factor')} for {counted(count, 'microbatch')}: pass one for each, "
+            f"or one number for all"
         )
     for number, factor in enumerate(factors):
         name = f"loss_scale[{number}]" if several else "loss_scale"
@@ -183,8 +185,8 @@ def cut_of(model: Any, layers: Sequence[StagedLayer]) -> Cut:
     here = sum(map(len, cut.mine))
     if here != len(layers):
         raise ValueError(
-            f"{type(model).__name__}: its cut has {here} layers on rank {cut.rank} of the pipeline, but it has "
-            f"{len(layers)} staged_layers: these must be the layers of this rank's chunks, chunk by chunk"
+            f"{type(model).__name__}: its cut has {counted(here, 'layer')} on rank {cut.rank} of the pipeline, but it "
+            f"has {len(layers)} staged_layers: these must be the layers of this rank's chunks, chunk by chunk"
         )
     return cut
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from weft.pipeline.actions import Entry, Table, V
 from weft.pipeline.simulation import Simulation
+from weft.words import counted
 
 STYLES = {
     "F": ("white on #2f6fde", "black on #8db4f5"),
@@ -61,20 +62,16 @@ class Drawing:
 
 def title(table: Table) -> str:
     """Return one line with the name of `table` and its numbers of ranks, chunks and microbatches."""
-    shape = _counted(len(table.ranks), "rank")
+    shape = counted(len(table.ranks), "rank")
     if table.chunks > 1:
         shape += f", {table.chunks} chunks each" + " in a V" * (table.placement == V)
-    return f"{table.name} on {shape}, {_counted(table.microbatches, 'microbatch', 'es')}"
+    return f"{table.name} on {shape}, {counted(table.microbatches, 'microbatch')}"
 
 
 def cost(simulation: Simulation) -> str:
     """Return one line: the time, the idle share, and the peak number of microbatches with activations on any rank."""
-    live = _counted(max(simulation.live), "microbatch", "es")
+    live = counted(max(simulation.live), "microbatch")
     return f"time {simulation.time:g}, idle {simulation.idle_share:.1%}, activations of up to {live} alive"
-
-
-def _counted(number: float, what: str, plural: str = "s") -> str:
-    return f"{number:g} {what}{plural * (number != 1)}"
 
 
 class _Chart:

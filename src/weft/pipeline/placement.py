@@ -13,6 +13,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 from weft.pipeline.actions import LOOP, Table, V
+from weft.words import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,12 +43,13 @@ class Cut:
             raise ValueError(f"placement={self.placement!r}: choose {LOOP!r} or {V!r}")
         if len(self.segments) % self.ranks:
             raise ValueError(
-                f"{len(self.segments)} segments on pp={self.ranks} ranks: each rank needs the same number; write "
-                f"{self.ranks} segments, or a multiple of that"
+                f"{counted(len(self.segments), 'segment')} on pp={self.ranks} ranks: each rank needs the same number; "
+                f"write {self.ranks} segments, or a multiple of that"
             )
         if self.placement == V and self.chunks % 2:
             raise ValueError(
-                f"placement='v' with {self.chunks} chunks on a rank: its stages run to the last rank and back; use 2"
+                f"placement='v' with {counted(self.chunks, 'chunk')} on a rank: its stages run to the last rank and "
+                f"back; use 2"
             )
         if self.group is not None:
             from weft.comm.groups import next_channel  # imports torch, which reading tables does not need

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from weft.pipeline.actions import Action, Entry, Table, V
 from weft.pipeline.simulation import check
 from weft.pipeline.text import read_table
+from weft.words import choice_of, counted
 
 Visit = tuple[int, int]
 """A microbatch and a chunk."""
@@ -131,7 +132,7 @@ def table(name: str, ranks: int | None = None, chunks: int | None = None, microb
             raise ValueError(f"{name}: a schedule needs a number of ranks and of microbatches (--pp, --microbatches)")
         return _published(name, ranks, SCHEDULES[name].chunks if chunks is None else chunks, microbatches)
     if not Path(name).exists():
-        raise ValueError(f"{name!r} is neither a schedule nor a file; schedules: {', '.join(SCHEDULES)}")
+        raise ValueError(f"{name!r} is neither a schedule nor a file; {choice_of(name, SCHEDULES)}")
     made = read_table(name)
     has = {"ranks": len(made.ranks), "microbatches": made.microbatches, "chunks": made.chunks}
     for what, value in sizes.items():
@@ -154,7 +155,7 @@ def _published(name: str, ranks: int, chunks: int, microbatches: int) -> Table:
     least = schedule.microbatches_per_rank * ranks
     if microbatches < least:
         raise ValueError(
-            f"{name}: microbatches = {microbatches}; on {ranks} ranks it needs {least} or more: use more "
+            f"{name}: microbatches = {microbatches}; on {counted(ranks, 'rank')} it needs {least} or more: use more "
             f"microbatches, fewer ranks, or combined"
         )
     made = schedule.generate(ranks, chunks, microbatches)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from weft.pipeline.actions import Action, Entry, Table
 from weft.pipeline.rules import check_ranks, fault_of, format_entry
+from weft.words import counted
 
 Cost = float | Sequence[float]
 """One time for all stages, or a sequence with one time for each stage of the model."""
@@ -53,7 +54,10 @@ class Costs:
         for name, value in vars(self).items():
             times = value if isinstance(value, Sequence) else [value]
             if isinstance(value, Sequence) and len(value) != stages:
-                raise ValueError(f"costs: {name} has {len(value)} times; pass one, or one for each of {stages} stages")
+                raise ValueError(
+                    f"costs: {name} has {counted(len(value), 'time')} for {counted(stages, 'stage')}; pass one for "
+                    f"each, or one number for all"
+                )
             if not all(0 <= time < float("inf") for time in times):
                 raise ValueError(f"costs: {name} = {value}; times must be finite and not negative")
 

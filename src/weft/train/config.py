@@ -34,7 +34,8 @@ from weft.train.sections.pattern import check_pattern
 from weft.train.sections.rules import microbatches_per_step, require
 from weft.train.sections.sizes import check_sizes
 from weft.train.tokenizer import load_tokenizer
-from weft.train.toml_values import nearest, override_value, plain, show, typed
+from weft.train.toml_values import override_value, plain, show, typed
+from weft.words import counted, nearest
 
 __all__ = [
     "CheckpointConfig",
@@ -139,8 +140,8 @@ class TrainConfig:
             return table(self.schedule_name, ranks=pp, microbatches=count, chunks=self.chunks)
         except ValueError as error:
             raise ConfigError(
-                f"train.pipeline_schedule = {show(self.schedule_name)} with sharding.pp = {pp}, {self.chunks} chunks "
-                f"and {count} microbatches of each pipeline in a step: {error}"
+                f"train.pipeline_schedule = {show(self.schedule_name)} with sharding.pp = {pp}, chunks = {self.chunks} "
+                f"and {counted(count, 'microbatch')} of each pipeline in a step: {error}"
             ) from error
 
     def validate(self, world_size: int) -> None:
@@ -159,7 +160,7 @@ class TrainConfig:
         require("sharding.pp", pp, pp in fits, f"must divide the number of ranks, {world_size}; choose from {fits}")
         tp, world = self.sharding.tp, world_size // pp
         fits = [size for size in range(1, world + 1) if world % size == 0]
-        require("sharding.tp", tp, tp in fits, f"must divide the {world} ranks; choose from {fits}")
+        require("sharding.tp", tp, tp in fits, f"must divide the number of ranks, {world}; choose from {fits}")
         self.sharding.check(world // tp)
         if pp > 1:
             self.table(world_size)
@@ -339,8 +340,8 @@ def _unpin_warmup(tables: dict[str, Any]) -> tuple[str, ...]:
         pinned = schedule.pop("warmup_steps")
         rise = _build(ScheduleConfig, schedule, "schedule").warmup(steps)
         return (
-            f"schedule.warmup_steps = {pinned} does not fit into train.steps = {steps}: the learning rate rises over "
-            f"{rise} steps, the default",
+            f"schedule.warmup_steps = {pinned} does not fit into train.steps = {steps}; this run has the default for "
+            f"its length, {counted(rise, 'warmup step')}",
         )
     return ()
 
@@ -350,7 +351,7 @@ def _apply_override(tables: dict[str, Any], override: str) -> str:
     key, equals, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and section and name):
-        raise ConfigError(f"override {override!r}: must be section.name=value, for example train.steps=20")
+        raise ConfigError(f"--set {override}: must be SECTION.NAME=VALUE, such as --set train.steps=20")
     if section not in SECTIONS:
         raise ConfigError(_unknown(section, None))
     table = tables.setdefault(section, {})

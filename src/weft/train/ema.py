@@ -45,7 +45,7 @@ class WeightAverage:
         return dict(self._averages)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: the averages were already filled in place."""
+        """Do nothing: a load has already filled the averages in place."""
 
 
 def _local(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

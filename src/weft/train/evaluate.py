@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from weft.checkpoint import CheckpointManager, ModelState
+from weft.checkpoint.storage import require_exists
 from weft.comm.collectives import reduce_now
 from weft.models import HybridConfig
 from weft.models.renumber import renumbered
@@ -114,11 +115,11 @@ def evaluate(
         overrides: changes of the run's settings, as for `--set`.
         trust: import the code that the run's configuration names, even if this user did not create the run on this
             machine.
-        say: called with lines about damaged checkpoints that are skipped, and about the progress of preparing the
-            text.
+        say: called with lines about the progress, and about damaged checkpoints that are skipped.
 
     Raises ConfigError for an override that does not affect the loss.
     """
+    require_exists(run, "name the directory of a run")
     if not (run / CONFIG).is_file():
         raise ConfigError(f"{run}: contains no {CONFIG}; name the directory of a run")
     refuse_own_task(run)
@@ -152,6 +153,8 @@ def evaluate(
     if isinstance(config.model, HybridConfig):
         state = dict(renumbered(state, config.model))
     taken = CheckpointManager(run / CHECKPOINTS, progress=say).load(state, step)
+    if say is not None:
+        say(f"computing the validation loss of step {taken}")
     with averages.in_place() if averages is not None else nullcontext():
         return {"step": taken, **validate(task, device, lambda: None)}
 

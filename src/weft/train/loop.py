@@ -50,6 +50,7 @@ from weft.train.spikes import Spikes
 from weft.train.state import Position
 from weft.train.task.choice import task_of
 from weft.train.task.task import Task
+from weft.words import counted
 
 
 class Trainer:
@@ -287,7 +288,9 @@ class Trainer:
     def _settled(self) -> str:
         position = self.position
         best = "NaN" if position.best_loss is None else f"{position.best_loss:.4f} of step {position.best_step}"
-        return f"{position.worse} validations in a row did not lower the loss below {best} (train.stop_after)"
+        return (
+            f"{counted(position.worse, 'validation')} in a row did not lower the loss below {best} (train.stop_after)"
+        )
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
         """Do nothing. Subclasses may override this method, which `run` calls on all ranks.

@@ -188,9 +188,7 @@ def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _decay_groups(
-    parameters: Iterable[nn.Parameter], decay: float | None, *, in_stages: bool = False
-) -> list[dict[str, Any]]:
+def _decay_groups(parameters: Iterable[nn.Parameter], decay: float | None, *, in_stages: bool) -> list[dict[str, Any]]:
     every = list(parameters)
     if decay is None:
         return [{"params": every}]

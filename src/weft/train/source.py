@@ -11,6 +11,7 @@ import torch
 
 from weft.checkpoint import CheckpointManager, ModelState, committed_steps
 from weft.checkpoint.directory import path_of
+from weft.checkpoint.storage import require_exists
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.generate import Sampling, continuations
 from weft.models.hf.directory import OURS, THEIRS
@@ -48,6 +49,7 @@ class Source:
         self.step: int | None = None
         """The step of the checkpoint; None for the newest one."""
         self.run: Path | None = None
+        require_exists(path, "name a run, one of its checkpoints, or a model's directory")
         if any((path / name).is_file() for name in (THEIRS, OURS)):
             return
         place = path.resolve()
@@ -198,8 +200,8 @@ class Source:
             raise ConfigError("the prompt is empty: pass a text to continue")
         if (largest := int(encoded.max())) >= self.model_config.vocab_size:
             raise ConfigError(
-                f"{self.path}: its tokenizer maps the prompt to token {largest}, but the model has "
-                f"{self.model_config.vocab_size} tokens; put the tokenizer.json of that model there"
+                f"{self.path}: its tokenizer maps the prompt to token {largest}, but model.vocab_size = "
+                f"{self.model_config.vocab_size}; put the tokenizer.json of that model there"
             )
         return encoded.tolist()
 

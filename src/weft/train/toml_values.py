@@ -1,16 +1,16 @@
 """Converts values between TOML and the annotated types of a configuration's fields."""
 
-import difflib
 import json
 import math
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Literal
 
 from weft.train.errors import ConfigError
 from weft.train.files import parse_toml
+from weft.words import nearest
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
@@ -29,12 +29,6 @@ def typed(name: str, value: Any, hint: Any) -> Any:
             fix = f"; did you mean {show(near[0])}?" if near else ""
         raise ConfigError(f"{name} = {show(value)}: must be {_describe(hint)}{fix}")
     return result
-
-
-def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Return a list with the one word in `known` most similar to `word`, ignoring case, or `[]` if none is similar."""
-    by_lower = {each.lower(): each for each in known}
-    return [by_lower[each] for each in difflib.get_close_matches(word.lower(), by_lower, n=1)]
 
 
 def _lists(value: Any) -> Iterator[list[Any]]:

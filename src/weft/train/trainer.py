@@ -23,6 +23,7 @@ from weft.train.run.world import begin_alone, end_with_interpreter, place_from
 from weft.train.sections.rules import require
 from weft.train.task.callables import check_callable, told
 from weft.train.task.own import Data, LossFunction, OwnTask
+from weft.words import choice_of
 
 OR_START = "or-start"
 MOMENTS = ("start", "step", "validation", "save", "end")
@@ -86,8 +87,8 @@ class Trainer(loop.Trainer):
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.callbacks = dict(callbacks or {})
-        if strange := set(self.callbacks) - set(MOMENTS):
-            raise ConfigError(f"callbacks: {sorted(strange)[0]!r} is not an event; choose from {', '.join(MOMENTS)}")
+        for strange in sorted(set(self.callbacks) - set(MOMENTS)):
+            raise ConfigError(f"callbacks: {strange!r} is not an event; {choice_of(strange, MOMENTS)}")
         for moment, called in self.callbacks.items():
             check_callable(f"callbacks: {moment!r}", called, ["trainer", "numbers"], "a function (trainer, numbers)")
         if optimizer is not None:

@@ -153,7 +153,7 @@ def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool |
     if choice < 1 or shards % choice:
         sizes = ", ".join(str(size) for size in range(1, shards + 1) if not shards % size)
         raise ValueError(
-            f"reshard_after_forward={choice}: it must divide the {shards} ranks of the shard axis; "
+            f"reshard_after_forward={choice}: it must divide the number of ranks of the shard axis, {shards}; "
             f"choose one of {sizes}"
         )
     if not placements.parameter[-1].is_shard():

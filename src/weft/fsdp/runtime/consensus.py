@@ -27,6 +27,7 @@ from weft.fsdp.runtime.helper import GatherHelper
 from weft.fsdp.runtime.options import CaptureTable
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.unit import Unit
+from weft.words import counted
 
 _others, _present, _resharded = map(attrgetter, ("others", "gradient.present", "resharded"))
 
@@ -61,7 +62,7 @@ class Consensus:
         for unit in self._units:
             frozen = [" frozen and quantized" if group.payload_only else "" for group in unit.groups]
             sizes = [
-                f"{group.layout.data_numel} elements of {len(group.parameters)} parameters{what}"
+                f"{counted(group.layout.data_numel, 'element')} of {counted(len(group.parameters), 'parameter')}{what}"
                 for group, what in zip(unit.groups, frozen)
             ]
             said.append(f"{unit.name or 'the root'} ({', '.join([unit.kind, *sizes])})")

@@ -12,13 +12,13 @@ from pathlib import Path
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter, make_directory, write_json
-from weft.models.hf.errors import listed
 from weft.models.hf.families import config_of, family_for, opened, read_ours
 from weft.models.hf.family import shapes_of
 from weft.models.hf.origin import Origin, origin_of
 from weft.models.hf.places import Same, read_into, write
 from weft.models.hf.spelling import Spelling
 from weft.models.hf.weights import Renamed, check_fits
+from weft.words import counted, listed
 
 
 def convert(
@@ -66,7 +66,7 @@ def _to_ours(source: Path, target: Path, ignored: Collection[str]) -> str:
         origin.copy_beside(writer, ours=True)
     origin.write_files(target)
     write_json(target / OURS, {"model": dataclasses.asdict(cfg), **origin.described()})
-    return f"{target}: {len(places)} tensors of {origin.family} in weft's own format, and {_listed(origin)}"
+    return f"{target}: {counted(len(places), 'tensor')} of {origin.family} in weft's own format, and {_listed(origin)}"
 
 
 def _from_ours(source: Path, target: Path, model_type: str | None) -> str:
@@ -86,8 +86,8 @@ def _from_ours(source: Path, target: Path, model_type: str | None) -> str:
         raw = origin.config_json(family, cfg, raw)
         origin.write_files(target)
     write_json(target / THEIRS, raw)
-    return f"{target}: {len(places)} tensors as {family.model_type}, and {_listed(origin)}"
+    return f"{target}: {counted(len(places), 'tensor')} as {family.model_type}, and {_listed(origin)}"
 
 
 def _listed(origin: Origin | None) -> str:
-    return listed(origin.files) if origin is not None and origin.files else "no other files"
+    return listed(sorted(origin.files)) if origin is not None and origin.files else "no other files"

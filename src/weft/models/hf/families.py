@@ -4,6 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from weft.checkpoint.storage import require_exists
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.bamba import BAMBA
@@ -33,6 +34,7 @@ from weft.models.hf.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from weft.models.hf.qwen3_next import QWEN3_NEXT
 from weft.models.hf.smollm3 import SMOLLM3
 from weft.models.hf.spelling import Spelled, Spelling, full_text_of, spelling_of, text_of
+from weft.words import choice_of
 
 QWEN = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 GLM = (GLM4_MOE, GLM4_MOE_LITE)
@@ -48,6 +50,7 @@ _NEAREST = 3
 def raw_of(directory: Path) -> Raw:
     """Return the content of the directory's config.json."""
     path = directory / THEIRS
+    require_exists(directory, "name a model's directory")
     if not path.exists():
         raise ConversionError(f"{directory} has neither {THEIRS} nor {OURS}: it is not a model's directory")
     raw = read_json(path)
@@ -73,7 +76,7 @@ def family_of(raw: Raw) -> Family:
     """Return the family for the `model_type` in the config.json `raw`. Raises `ConversionError` if there is none."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConversionError(f"model_type={kind!r}: choose from {', '.join(FAMILIES)}")
+        raise ConversionError(f"model_type={kind!r}: {choice_of(str(kind), FAMILIES)}")
     return FAMILIES[kind]
 
 
@@ -130,7 +133,7 @@ def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family
     `ConversionError` if `model_type` is unknown, or if none of the tried families can represent `cfg`.
     """
     if model_type is not None and model_type not in FAMILIES:
-        raise ConversionError(f"model_type={model_type!r}: choose from {', '.join(FAMILIES)}")
+        raise ConversionError(f"model_type={model_type!r}: {choice_of(model_type, FAMILIES)}")
     reasons = []
     for name in [model_type] if model_type is not None else FAMILIES:
         try:

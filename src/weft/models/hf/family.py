@@ -11,7 +11,6 @@ import torch
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.depths import Depths
-from weft.models.hf.errors import listed
 from weft.models.hf.fields import KEPT, MEANINGLESS, Raw, check_values, lacking
 from weft.models.hf.places import PerExpert, Place, Same
 from weft.models.hf.rope import FULL, SLIDING
@@ -19,6 +18,7 @@ from weft.models.kinds import fields_of
 from weft.models.model import HybridModel
 from weft.models.pattern import LAYER_KEYS, TERMINAL
 from weft.moe.kinds import GATED
+from weft.words import listed
 
 Bound = Callable[[str, HybridConfig], Place]
 """A function that returns the place of a tensor in a layer. Its first argument is the prefix of the layer's names."""
@@ -92,7 +92,7 @@ class Family:
         known = {*self.fields, *required, *self.kept, *KEPT, *MEANINGLESS, *written}
         if unknown := lacking(raw, known):
             raise ConversionError(
-                f"{self.model_type} has no {listed(unknown)} in weft: the result could depend on it; use "
+                f"{self.model_type} has no {listed(sorted(unknown))} in weft: the result could depend on it; use "
                 f"--ignore-field NAME for a field that does not change it"
             )
         if self.depths is None:
@@ -189,7 +189,7 @@ class Family:
         if self.depths is not None and self.depths.most is not None and count > self.depths.most:
             raise ConversionError(f"{self.model_type} has {self.depths.most} prediction depth at most, not {count}")
         if strange := set(symbols + prediction) - set(self.tensors):
-            raise ConversionError(f"{self.model_type} has no layer {listed(strange)} (pattern {cfg.pattern!r})")
+            raise ConversionError(f"{self.model_type} has no layer {listed(sorted(strange))} (pattern {cfg.pattern!r})")
         if self.symbols_per_layer == 2:
             pairs = [symbols[place : place + 2] for place in range(0, len(symbols), 2)]
             if any(len(pair) < 2 or pair[0] in TERMINAL or pair[1] not in TERMINAL for pair in pairs):
@@ -234,7 +234,9 @@ def check_layer_types(raw: Raw, layers: int, known: Collection[str], family: str
         given = len(kinds) if isinstance(kinds, list) else repr(kinds)
         raise ConversionError(f"layer_types: {given}, but {family} needs one for each of num_hidden_layers={layers}")
     if strange := {str(kind) for kind in kinds} - set(known):
-        raise ConversionError(f"layer_types: weft's {family} has {listed(known)} only, not {listed(strange)}")
+        raise ConversionError(
+            f"layer_types: weft's {family} has {listed(sorted(known))} only, not {listed(sorted(strange))}"
+        )
 
 
 def windows_of(raw: Raw, layers: int, family: str, default: Callable[[int], bool], window: int | None) -> Raw:

@@ -6,10 +6,10 @@ from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import mixtral
 from weft.models.hf.deepseek_v3 import DEEPSEEK_V3, LATENT, dense_first
-from weft.models.hf.errors import listed
 from weft.models.hf.family import Family, Raw, Table, check_layer_types, flat
 from weft.models.hf.llama import MLP
 from weft.models.hf.places import Flat, Rows
+from weft.words import listed
 
 MIXERS = {"linear_attention": "K", "full_attention": "+"}
 ENDS = {"dense": "-", "sparse": "E"}
@@ -62,7 +62,7 @@ def read(raw: Raw) -> Raw:
     """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers, given = raw.get("num_hidden_layers", 27), raw.get("linear_attn_config") or {}
     if unknown := given.keys() - {*LISTS, *NESTED}:
-        raise ConversionError(f"linear_attn_config: weft has no {listed(unknown)}")
+        raise ConversionError(f"linear_attn_config: weft has no {listed(sorted(unknown))}")
     heads, keys = raw.get("num_attention_heads", 32), raw.get("num_key_value_heads", 32)
     if keys not in (None, heads):
         raise ConversionError(f"num_key_value_heads={keys}: must be num_attention_heads={heads}")

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from weft.comm.groups import broadcast_object
 from weft.errors import ConversionError
 from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorWriter, make_directory, write_json
-from weft.models.hf.errors import listed
 from weft.models.hf.families import config_of, family_for, opened
 from weft.models.hf.family import differences
 from weft.models.hf.fields import Raw
@@ -21,6 +20,7 @@ from weft.models.hf.origin import BESIDE, origin_of
 from weft.models.hf.places import Place, Same, write
 from weft.models.hf.spelling import Spelling, text_of
 from weft.models.model import HybridModel
+from weft.words import listed
 
 
 @torch.no_grad()
@@ -106,10 +106,10 @@ def check_complete(places: Mapping[str, Place], files: Any) -> None:
     wanted = {name for place in places.values() for name in place.names}
     complaints = []
     if missing := wanted - set(files):
-        complaints.append(f"missing: {listed(missing)}")
+        complaints.append(f"missing: {listed(sorted(missing))}")
     again = {name for place in places.values() if isinstance(place, Same) for name in (*place.copies, *place.repeats)}
     if unused := {name for name in set(files) - wanted - again if not name.startswith(BESIDE)}:
-        complaints.append(f"unused: {listed(unused)}")
+        complaints.append(f"unused: {listed(sorted(unused))}")
     if complaints:
         raise ConversionError(f"{files.directory} does not fit its configuration: {'; '.join(complaints)}")
 

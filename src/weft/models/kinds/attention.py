@@ -121,7 +121,7 @@ class Attention(AnyAttention, kind=KIND):
             require(self, "windowed", window, "None without sliding_window; set one")
             rule = f"distinct numbers from 0 to {layers - 1} of layers '*', or None"
             self._order("windowed", layers, rule)
-        self._order("unrotated", layers, f"distinct numbers of the {layers} layers '*', counted from 0")
+        self._order("unrotated", layers, f"distinct numbers from 0 to {layers - 1} of layers '*'")
         if self.head_dim is None and self.hidden_size % heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={heads}, so the width of a "

@@ -44,9 +44,9 @@ def size(default: int, *, result: bool = True) -> Any:
     return declared(default, lambda value: is_whole(value, 1), "a positive integer", result)
 
 
-def optional_size(default: int | None = None) -> Any:
-    """Declare a field that is a positive integer or None."""
-    return declared(default, lambda value: value is None or is_whole(value, 1), "a positive integer or None")
+def optional_size() -> Any:
+    """Declare a field that is a positive integer or None, by default None."""
+    return declared(None, lambda value: value is None or is_whole(value, 1), "a positive integer or None")
 
 
 def switch(default: bool) -> Any:
@@ -65,10 +65,10 @@ def positive(default: float, *, result: bool = True) -> Any:
     return declared(default, lambda value: is_number(value) and value > 0, "a positive number", result)
 
 
-def optional_positive(default: float | None = None) -> Any:
-    """Declare a field that is a positive number or None."""
+def optional_positive() -> Any:
+    """Declare a field that is a positive number or None, by default None."""
     fits = lambda value: value is None or (is_number(value) and value > 0)  # noqa: E731
-    return declared(default, fits, "a positive number or None")
+    return declared(None, fits, "a positive number or None")
 
 
 def number(default: float) -> Any:

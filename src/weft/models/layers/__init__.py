@@ -10,7 +10,7 @@ from weft.models.kinds import KINDS
 from weft.models.layers.block import Beside, Block, Cache, Embedding, State
 from weft.models.layers.experts import dispatcher_of
 from weft.models.layers.norm import RMSNorm
-from weft.models.layers.rotary import RotaryEmbedding, rotary_of
+from weft.models.layers.rotary import rotary_of
 
 __all__ = [
     "Beside",
@@ -18,7 +18,6 @@ __all__ = [
     "Cache",
     "Embedding",
     "RMSNorm",
-    "RotaryEmbedding",
     "State",
     "dispatcher_of",
     "layer_class",

@@ -20,10 +20,12 @@ from math import isclose, isfinite
 import torch
 from torch import Tensor
 
+from weft.words import counted, listed
+
 CLOSE = 1e-7
 """The largest relative difference that counts as rounding: both steps run in fp64, but a few sums are in fp32."""
 _SHOWN = 6
-"""The largest number of parameter names in a line."""
+"""The largest number of lines about gradients if the losses are wrong too."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def findings(alone: Alone, seen: Sequence[Seen]) -> list[str]:
     found = _losses(alone, seen)
     gradients = _gradients(alone, seen)
     if found and len(gradients) > _SHOWN:
-        return found + gradients[:_SHOWN] + [f"{len(gradients) - _SHOWN} more gradients differ"]
+        return found + gradients[:_SHOWN] + [f"{counted(len(gradients) - _SHOWN, 'more line')} about gradients"]
     return found + gradients or _norm(alone, seen) + _clipped(alone, seen)
 
 
@@ -84,17 +86,17 @@ def _names(alone: Alone, seen: Sequence[Seen]) -> list[str]:
     rule = "The stages together have the parameters of the whole model, under the same names"
     there = {name for each in seen for name in each.weights}
     lost = [name for name in alone.weights if name not in there]
-    lines = [f"{_listed(lost)}: on no rank. {rule}."] if lost else []
+    lines = [f"{listed(lost)}: on no rank. {rule}."] if lost else []
     strange = sorted(there - set(alone.weights))
     if strange:
-        lines.append(f"{_listed(strange)}: on a rank, but not in the model. {rule}.")
+        lines.append(f"{listed(strange)}: on a rank, but not in the model. {rule}.")
     shapes = [
         name
         for name, weight in alone.weights.items()
         if any(name in each.weights and each.weights[name].shape != weight.shape for each in seen)
     ]
     if shapes:
-        lines.append(f"{_listed(shapes)}: the parts together have another shape than on one rank. {rule}.")
+        lines.append(f"{listed(shapes)}: the parts together have another shape than on one rank. {rule}.")
     return lines
 
 
@@ -114,7 +116,7 @@ def _weights(alone: Alone, seen: Sequence[Seen]) -> list[str]:
             f"first weight {what} on {_ranks(wrong, seen)}{axes}. First weights depend only on the seed and the name, "
             f"so a stage must name its layers as the whole model does."
         ].append(name)
-    return [f"{_listed(names)}: {line}" for line, names in lines.items()]
+    return [f"{listed(names)}: {line}" for line, names in lines.items()]
 
 
 def _losses(alone: Alone, seen: Sequence[Seen]) -> list[str]:
@@ -143,7 +145,7 @@ def _gradients(alone: Alone, seen: Sequence[Seen]) -> list[str]:
             without = [rank for rank in wrong if name in seen[rank].missing]
             said = _explained(expected, here, wrong, without, seen)
             lines[f"{said} (axes of the weight: {seen[wrong[0]].marks[name]})"].append(name)
-    return [f"gradient of {_listed(names)}: {line}" for line, names in lines.items()]
+    return [f"gradient of {listed(names)}: {line}" for line, names in lines.items()]
 
 
 def _explained(
@@ -213,7 +215,7 @@ def _norm(alone: Alone, seen: Sequence[Seen]) -> list[str]:
         ]
     marks = {name: mark for each in seen for name, mark in each.marks.items()}
     return [
-        f"norm for clipping: {_listed(names)} {'is' if len(names) == 1 else 'are'} {how} "
+        f"norm for clipping: {listed(names)} {'is' if len(names) == 1 else 'are'} {how} "
         f"(axes of the weight: {marks[names[0]]}). {rule}."
         for how, names in lines.items()
     ]
@@ -229,7 +231,7 @@ def _clipped(alone: Alone, seen: Sequence[Seen]) -> list[str]:
     ]
     return (
         [
-            f"{_listed(names)}: not scaled by clipping like all others. Clipping must scale all gradients by the same "
+            f"{listed(names)}: not scaled by clipping like all others. Clipping must scale all gradients by the same "
             f"factor."
         ]
         if names
@@ -286,8 +288,3 @@ def _ranks(ranks: Sequence[int], seen: Sequence[Seen]) -> str:
     if len(ranks) == len(seen):
         return "all ranks"
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {len(seen)}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

@@ -65,7 +65,7 @@ def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rows = [_microbatch(config, number) for number in range(_microbatches(config, ranks))]
+        rows = [_microbatch(config, number) for number in range(_microbatches(config))]
         alone = _on_one_rank(config, rows)
         found: list[str] = []
         try:
@@ -87,7 +87,7 @@ def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> 
 # --- model and microbatches -------------------------------------------------------------------------------------------
 
 
-def _microbatches(config: TrainConfig, ranks: int) -> int:
+def _microbatches(config: TrainConfig) -> int:
     """Return the number of microbatches of a step, summed over all data-parallel ranks."""
     return config.train.global_batch_size // config.train.microbatch_size
 

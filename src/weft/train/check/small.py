@@ -46,7 +46,9 @@ _HEADS = {
     "mamba_num_heads": "mamba_n_groups",
     "linear_num_value_heads": "linear_num_key_heads",
 }
+"""Setting with a number of heads -> setting with the number of groups over which these heads are spread."""
 _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+"""Widths that are split over tensor-parallel ranks."""
 
 
 def smaller(config: TrainConfig, ranks: int) -> tuple[TrainConfig, int]:

@@ -9,7 +9,9 @@ import numpy as np
 from weft.train.data.rows import Sequences
 
 WITHOUT = -101
+"""How a batch stores token 0 if it is not a label. It is below -100, which marks padding."""
 _AT_ONCE = 4096
+"""The number of sequences whose labels are counted at a time."""
 
 
 def marked(tokens: np.ndarray, labeled: np.ndarray, vocab_size: int) -> np.ndarray:

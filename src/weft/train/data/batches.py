@@ -18,6 +18,7 @@ from weft.train.data.order import shuffled
 from weft.train.data.sequences import Batch, Mixture, Packing, Windows, sequences
 from weft.train.errors import ConfigError
 from weft.train.sections.rules import microbatches_per_step
+from weft.words import counted
 
 
 def _whole(batch: Batch) -> Batch:
@@ -119,15 +120,15 @@ class Batches:
         before = state["texts"]
         if len(before) != len(self._known):
             raise ConfigError(
-                f"data.paths and data.validation_paths: the checkpoint's data has {len(before)} texts, including "
-                f"validation, but this run's has {len(self._known)}; resume with the paths of the checkpoint or start "
-                f"a new run"
+                f"data.paths and data.validation_paths: the checkpoint's data has {counted(len(before), 'text')}, "
+                f"including validation, but this run's has {len(self._known)}; resume with the paths of the checkpoint "
+                f"or start a new run"
             )
         for number, (name, then, here) in enumerate(zip(self._names, before, self._known)):
             if list(then) != here:
-                unit = "sequences" if number < len(self._mixture.texts) else "tokens"
+                unit = "sequence" if number < len(self._mixture.texts) else "token"
                 how = (
-                    f"had {then[0]} {unit} and now has {here[0]}"
+                    f"had {counted(then[0], unit)} and now has {here[0]:,}"
                     if then[0] != here[0]
                     else "has the same length but other tokens"
                 )
@@ -179,8 +180,8 @@ class Validation:
         batches = min(batches, held // global_batch_size)
         if batches < 1:
             raise ConfigError(
-                f"{name}: holds {held} sequences for validation, less than one global batch of {global_batch_size}; "
-                "use more text or lower train.global_batch_size"
+                f"{name}: holds {counted(held, 'sequence')} for validation, less than one global batch of "
+                f"{global_batch_size}; use more text or lower train.global_batch_size"
             )
         count = batches * global_batch_size
         self._texts, numbers = self._mixture.place(np.arange(count))

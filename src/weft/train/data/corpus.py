@@ -16,6 +16,8 @@ from weft.train.data.documents import File, documents, find_files
 from weft.train.errors import ConfigError
 from weft.train.sections import DataConfig
 from weft.train.tokenizer import Tokenizer, load_tokenizer
+from weft.train.toml_values import show
+from weft.words import counted, listed
 
 Say = Callable[[str], None]
 
@@ -54,12 +56,17 @@ class Text:
     """The files that a setting names."""
 
     setting: str
-    name: str
-    """The value of the setting, for messages."""
+    paths: tuple[str, ...]
+    """The value of the setting."""
     files: list[File]
 
+    @property
+    def name(self) -> str:
+        """The paths as words."""
+        return listed(self.paths, 3) if self.paths else "the Python standard library's source"
+
     def __str__(self) -> str:
-        return f"{self.setting} = {self.name}"
+        return f"{self.setting} = {show(self.paths)}" + ("" if self.paths else f" ({self.name})")
 
 
 def load_corpora(
@@ -98,8 +105,10 @@ def load_corpus(
     text, apart = find_texts(data, runs, data.paths if paths is None else paths)
     shared = {path for path, *_ in text.files} & {path for path, *_ in (apart.files if apart else ())}
     if apart and shared:
-        count = f"{len(shared)} of its {len(apart.files)} files"
-        say(f"{apart}: {count} are also in {text}, so part of the validation loss is measured on training text")
+        say(
+            f"{apart}: shares {counted(len(shared), 'file')} (of {len(apart.files)}) with {text}, so part of the "
+            f"validation loss is measured on training text"
+        )
     if data.kind == "tokens":
         corpus = _of_token_files(data, text, apart, say)
     else:
@@ -122,9 +131,9 @@ def load_corpus(
         have = max(0, len(part.tokens) - 1) // data.sequence_length
         if have < dp_size:
             raise ConfigError(
-                f"{part.name}: {len(part.tokens)} {what} tokens are {have} sequences of "
-                f"{data.sequence_length}, fewer than one for each of {dp_size} ranks; "
-                "use more text or lower data.sequence_length"
+                f"{part.name}: has {counted(len(part.tokens), f'{what} token')}: {counted(have, 'sequence')} of "
+                f"{data.sequence_length} for {counted(dp_size, 'rank')}, and each needs one or more; use more text or "
+                f"lower data.sequence_length"
             )
     return corpus
 
@@ -141,8 +150,7 @@ def find_texts(data: DataConfig, runs: str | None, paths: Sequence[str]) -> tupl
 
 
 def _text(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path]) -> Text:
-    name = json.dumps(list(paths), ensure_ascii=False) if paths else "the Python standard library's source"
-    text = Text(setting, name, find_files(data, setting, paths, written))
+    text = Text(setting, tuple(paths), find_files(data, setting, paths, written))
     if data.kind == "tokens" and not text.files:
         raise ConfigError(f"{text}: no token files (*.npy, *.bin) found; name some")
     if data.kind != "tokens" and not any(size for _, size, _ in text.files):
@@ -158,7 +166,7 @@ def _tokenized(
     try:
         found = cache.open_cache(folder, key, lambda done: say(f"comparing the tokens of {text.name}: {done:.0%}"))
     except TokensDamaged as error:
-        say(f"{error}; it is made anew")
+        say(f"{error}; the text is tokenized again")
         found = None
     if found is None:
         _build(data, folder, key, text, tokenizer, fraction, say)

@@ -113,7 +113,8 @@ def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: f
 
 
 def _told(setting: str, path: str, rows: Iterator[tuple[str, float]]) -> Iterator[tuple[bytes, float]]:
-    """Yield `rows` of the file `path`, encoded as UTF-8. Raises ConfigError with the name of an unreadable document."""
+    """Yield `rows` of the file `path`, encoded as UTF-8. If reading one fails, raises ConfigError, which names the file
+    and the number of the document."""
     done = 0
     try:
         for text, share in rows:

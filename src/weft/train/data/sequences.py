@@ -21,6 +21,7 @@ from weft.train.data.cache import Part
 from weft.train.data.rows import Sequences
 from weft.train.errors import ConfigError
 from weft.train.toml_values import show
+from weft.words import counted
 
 Batch = tuple[torch.Tensor, torch.Tensor] | dict[str, Any]
 """Tokens and labels, both int64 [microbatch, sequence]. A label is the next token, or -100. If documents are separate,
@@ -128,19 +129,20 @@ def sequences(
     if packing == "whole":
         found = WholeDocuments(part, length, apart=not cross_documents)
     if len(found) < at_least:
-        what = "sequences with a label" if found.apart else "sequences"
+        labeled = " with a label" if found.apart else ""
         raise ConfigError(
-            f"data.sequence_length = {length}: {len(part.tokens)} tokens are {len(found)} {what}, "
-            f"fewer than one for each of {at_least} ranks; use more text or lower data.sequence_length"
+            f"data.sequence_length = {length}: the text has {counted(len(part.tokens), 'token')}: "
+            f"{counted(len(found), 'sequence')}{labeled} for {counted(at_least, 'rank')}, and each needs one or more; "
+            f"use more text or lower data.sequence_length"
         )
     if part.conversations is None:
         return found
     answered = Answered(found, part.conversations)
     if len(answered) < at_least:
         raise ConfigError(
-            f"data.sequence_length = {length}: only {len(answered)} of {len(found)} sequences contain text of the "
-            f"assistant, fewer than one for each of {at_least} ranks; use more conversations or raise "
-            f"data.sequence_length"
+            f"data.sequence_length = {length}: text of the assistant is in only {len(answered)} of "
+            f"{counted(len(found), 'sequence')} for {counted(at_least, 'rank')}, and each needs one or more; use more "
+            f"conversations or raise data.sequence_length"
         )
     return answered
 

@@ -21,11 +21,17 @@ _WINDOW = 50
 
 
 def format_count(value: float) -> str:
-    """Return a number as text with three significant digits, and with k, M or G if large: "12.3k"."""
+    """Return a number as text with three significant digits, and with k, M or G if large: "1.30k". A whole number below
+    1000 has no decimals."""
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.3g}{suffix}"
-    return f"{value:.3g}"
+        if value >= 0.9995 * limit:  # below that, three digits do not round to the limit
+            return f"{_three_digits(value / limit)}{suffix}"
+    return f"{value:.3g}" if value < 1 or value % 1 == 0 else _three_digits(value)
+
+
+def _three_digits(value: float) -> str:
+    """Return a number of at least 1 as text with three significant digits, or with all digits before the point."""
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
 def format_bytes(value: float) -> str:
@@ -45,15 +51,16 @@ def format_time(seconds: float) -> str:
 
 def format_step(seconds: float) -> str:
     """Return the duration of a step as text: "123 ms", or "1.23 s" for a second or more."""
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return f"{seconds * 1000:.0f} ms" if seconds < 0.9995 else f"{_three_digits(seconds)} s"
 
 
 _KNOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "loss": ("loss", "{:.4f}".format),
-    "validation_loss": ("validation", "{:.4f}".format),
+    "validation_loss": ("validation loss", "{:.4f}".format),
     "lr": ("learning rate", "{:.2e}".format),
     "gradient_norm": ("gradient norm", "{:.3f}".format),
     "tokens_per_second": ("tokens/s", format_count),
+    "samples_per_second": ("samples/s", format_count),
     "step_seconds": ("step", format_step),
     "memory_bytes": ("peak memory", format_bytes),
 }

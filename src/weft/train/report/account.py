@@ -19,6 +19,7 @@ from weft.train.errors import ConfigError
 from weft.train.files import replace_text
 from weft.train.optimizers import optimizer_bytes
 from weft.train.passes import Passes
+from weft.train.record.progress import format_count
 from weft.train.report.facts import command, commit, keep_facts, read_facts, versions
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.stages import measured, write_stages
@@ -27,6 +28,7 @@ from weft.train.run.runs import CONFIG, recorded_name
 from weft.train.run.trust import mark_as_own
 from weft.train.state import Position
 from weft.train.task.task import Task
+from weft.words import counted
 
 
 class Account:
@@ -74,7 +76,7 @@ class Account:
             if not step:
                 self.keep_start()
         self._say(
-            f"{self._parameters / 1e6:.2f} M parameters on {ranks} rank{'s' * (ranks > 1)} ({self._device.type}), "
+            f"{format_count(self._parameters)} parameters on {counted(ranks, 'rank')} ({self._device.type}), "
             f"{self._config.sharding.strategy}, {self._config.train.precision}"
         )
         self._say(self._task.description)
@@ -136,8 +138,8 @@ class Account:
         baseline = self._task.baseline()
         if baseline is not None and position.validation_loss is not None:
             self._say(
-                f"validation loss {position.validation_loss:.4f} nats per byte, "
-                f"bigram table of the same text {baseline:.4f}"
+                f"validation loss {position.validation_loss:.4f} nats/byte  "
+                f"bigram table of the same text {baseline:.4f} nats/byte"
             )
         if len(units) > 1:
             units = tuple(f"rank {rank} of the pipeline\n\n{each}" for rank, each in enumerate(units))

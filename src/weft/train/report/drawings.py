@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.train.report import expert_figures, figures, pattern_figure, pipeline_figure
-from weft.train.report.numbers import counted, curve, loss_unit, losses, memory_groups, own_names, units_of
+from weft.train.report.numbers import curve, data_unit, loss_unit, losses, memory_groups, own_names, units_of
 from weft.train.report.stages import read_stages
 from weft.train.report.timeline import HiddenExchange, read_timeline, slow_ranks
 
@@ -31,7 +31,7 @@ def draw_all(
 def _figures(records: list[dict[str, Any]], facts: Mapping[str, Any], baselines: dict[str, float]) -> list[Drawing]:
     train, validation = losses(records)
     resumed = facts.get("resumed", [])
-    unit = counted(records)
+    unit = data_unit(records)
     speed = curve(records, "train", f"{unit}_per_second")
     rate, norm = curve(records, "train", "lr"), curve(records, "train", "gradient_norm")
     found: list[Drawing] = []
@@ -72,12 +72,13 @@ def _stage_figures(folder: Path) -> list[Drawing]:
 
 
 def _rows_saved(loads: list[dict[str, Any]]) -> str:
-    """Return text that states the share of rows that `model.moe_rows_per = "rank"` saved from being sent between ranks,
-    or "" if it saved none."""
+    """Return text that states how much less ranks sent because of `model.moe_rows_per = "rank"`, with which a token is
+    sent once to a rank that has several of its experts. Return "" if nothing was saved."""
     moved = [rows for record in loads for rows in record.get("exchanged", {}).values()]
     assignments, rows = sum(each[0] for each in moved), sum(each[1] for each in moved)
     return (
-        f"; one row per rank saves {1 - rows / assignments:.0%} of the rows sent between ranks"
+        f". Ranks sent {1 - rows / assignments:.0%} fewer tokens to each other, because a token is sent only once to a "
+        f"rank that has several of its experts"
         if rows < assignments
         else ""
     )
@@ -92,7 +93,7 @@ def _expert_figures(folder: Path, records: list[dict[str, Any]], facts: Mapping[
         loads = [record for record in loads if record["load"].keys() == layers]
         by_layer = {layer: [record["load"][layer] for record in loads] for layer in layers}
         draw = expert_figures.expert_load([record["step"] for record in loads], by_layer)
-        title = "Tokens per expert over the steps, for each layer" + _rows_saved(loads)
+        title = "Tokens per expert over the steps, as multiples of the mean in each layer" + _rows_saved(loads)
         found.append(("experts", title, draw))
     intervals = read_timeline(folder)
     if hidden := HiddenExchange.of(intervals):

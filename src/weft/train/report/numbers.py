@@ -11,8 +11,12 @@ Curve = list[tuple[float, float]]
 
 
 def memory_groups(memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> dict[str, dict[str, float]]:
-    """Return group ("at rest", "peak in a step") -> role (such as "weights") -> bytes, without roles of 0 bytes.
-    `memory`: the result of `weft.memory_report`, or a list with one result for each rank of a pipeline."""
+    """Return group -> role (such as "weights") -> bytes, without roles of 0 bytes. The groups are "at rest" and "peak
+    in a step".
+
+    `memory`: the result of `weft.memory_report`, or a list with one result for each rank of a pipeline. A plain mapping
+    role -> bytes becomes the group "by role".
+    """
     if not memory:
         return {}
     if not isinstance(memory, Mapping):
@@ -38,14 +42,14 @@ def median(points: Sequence[tuple[float, float]]) -> float:
     return statistics.median(known) if known else math.nan
 
 
-def counted(records: list[dict[str, Any]]) -> str:
+def data_unit(records: list[dict[str, Any]]) -> str:
     """Return the unit in which the run counts its data: "tokens" of a text, or "samples" of your own data."""
     return "samples" if any("samples_per_second" in record for record in records) else "tokens"
 
 
 def loss_unit(records: list[dict[str, Any]]) -> str:
     """Return the unit of losses, for labels."""
-    if counted(records) != "tokens":
+    if data_unit(records) != "tokens":
         return "own loss"
     return "nats per byte" if any("nats_per_byte" in record for record in records) else "nats per token"
 

@@ -14,9 +14,10 @@ from weft.train.files import replace_text
 from weft.train.record.metrics import read_metrics
 from weft.train.record.progress import format_bytes, format_count, format_step, format_time
 from weft.train.report.facts import read_facts
-from weft.train.report.numbers import counted, curve, loss_unit, losses, median, own_names, units_of
+from weft.train.report.numbers import curve, data_unit, loss_unit, losses, median, own_names, units_of
 from weft.train.report.settings import in_use, steps_of
 from weft.train.run.runs import CONFIG
+from weft.words import counted
 
 BASELINE = "bigram table"
 _SAMPLES = 6
@@ -85,22 +86,22 @@ def _about(records: list[dict[str, Any]], facts: Mapping[str, Any], coming: int)
     `coming`: the total number of steps of a run that is still training; 0 for a run that has ended.
     """
     steps = max((record["step"] for record in records), default=0)
-    what = f"A training run of weft, {steps:,} steps"
+    what = f"A training run of weft, {counted(steps, 'step')}"
     if coming:
         what = f"A weft run in progress, at step {steps:,} of {coming:,},"
     if "parameters" in facts:
         what += f" of a model with {format_count(facts['parameters'])} parameters"
     found = [("", what)]
     if "ranks" in facts:
-        ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
-        found.append(("ran on", f"{ranks}, {facts['device']}"))
+        found.append(("ran on", f"{counted(facts['ranks'], 'rank')}, {facts['device']}"))
     found += [(name, str(facts[name])) for name in ("versions", "command", "commit") if facts.get(name)]
     if facts.get("seconds"):
         found.append(("time in steps", format_time(facts["seconds"])))
     if graphs := facts.get("graphs"):
         eager = sum(graphs["eager"].values())
-        counts = f"{graphs['captures']:,} captures, {graphs['replays']:,} replays, {eager:,} eager calls"
-        found.append(("graphs", f"{counts}, {format_bytes(graphs['bytes'])}"))
+        counts = {"capture": graphs["captures"], "replay": graphs["replays"], "eager call": eager}
+        shown = [counted(number, noun) for noun, number in counts.items()]
+        found.append(("graphs", ", ".join([*shown, format_bytes(graphs["bytes"])])))
     if facts.get("resumed"):
         found.append(("resumed after step", ", ".join(f"{step:,}" for step in facts["resumed"])))
     return found
@@ -126,9 +127,9 @@ def _tiles(
             tiles.append((f"{value:.3f}", name, f"the run is {difference}"))
     elif train:
         tiles.append((f"{train[-1][1]:.3f}", "training loss", loss_unit(records)))
-    speed = median(curve(records, "train", f"{counted(records)}_per_second"))
+    speed = median(curve(records, "train", f"{data_unit(records)}_per_second"))
     if speed == speed:
-        tiles.append((format_count(speed), f"{counted(records)} per second", "median"))
+        tiles.append((format_count(speed), f"{data_unit(records)} per second", "median"))
     step = median(curve(records, "train", "step_seconds"))
     if step == step:
         tiles.append((format_step(step), "per step", "median"))
@@ -265,7 +266,10 @@ def _page(
     if units:
         body.append(f"<h2>Sharded units</h2><pre>{html.escape(units)}</pre>")
     if config:
-        note = "The model's sizes and the settings that differ from the defaults; config.toml has every setting."
+        note = (
+            "The main settings, the sizes of the model's layers, and all other settings that differ from their "
+            "defaults; config.toml has every setting."
+        )
         body.append(
             f"<details><summary><h2>Configuration</h2></summary><p>{note}</p><pre>{html.escape(config)}</pre></details>"
         )

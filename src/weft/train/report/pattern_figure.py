@@ -1,8 +1,8 @@
-"""Draws the pattern of a hybrid model: a box for each symbol, a frame for each logical layer, a line for each part.
+"""Draws the pattern of a hybrid model: a box for each symbol, a frame around the symbols that share a logical layer.
 
  0          1          2
-( M )  (( * )( E ))  ( M )  ¦  ...    the main part, with pipeline borders
-depth 1   (( * )( E ))                one line for each prediction depth
+( M )  (( * )( E ))  ( M )  ¦  ...    the main part, with pipeline borders, in as many lines as it needs
+depth 1   (( * )( E ))                each prediction depth begins a new line
 """
 
 from collections.abc import Iterator, Sequence

@@ -14,6 +14,7 @@ ALWAYS = {
     "sharding": ("strategy",),
     "run": ("name",),
 }
+"""The main settings: section -> names. A report shows them even at their defaults."""
 
 
 def in_use(text: str) -> str:

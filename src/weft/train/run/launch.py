@@ -33,6 +33,7 @@ from weft.train.run.memory import MEMORY, folder_in_memory
 from weft.train.run.runs import LOGS, Run, remove_if_unused
 from weft.train.run.stop import Requests, on_stop_signals
 from weft.train.run.world import STORE
+from weft.words import counted
 
 RUN = "WEFT_RUN"
 """The environment variable of a started rank that holds its run as JSON."""
@@ -161,7 +162,7 @@ class _Supervisor:
     def run_all(self) -> int:
         with operation("mkdir", self.logs):
             self.logs.mkdir(parents=True, exist_ok=True)
-        print(f"starting {self.count} rank{'s' * (self.count > 1)} for {self.run.directory}", flush=True)
+        print(f"starting {counted(self.count, 'rank')} for {self.run.directory}", flush=True)
         with ExitStack() as stack:
             with operation("mkdir", tempfile.gettempdir()):
                 self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-")))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from weft.train.run.failures import Interrupted, Refused
 from weft.train.run.stop import StopRequest
+from weft.words import counted
 
 FIRST_WORD_S = 5.0
 """Seconds of waiting after which the first line is printed."""
@@ -119,7 +120,7 @@ def _answers(host: str, port: int) -> bool:
 def _absent(store: dist.Store, keys: list[str]) -> str:
     numbers = [str(number) for number, key in enumerate(keys) if not store.check([key])]
     if not numbers:  # the last ranks have just arrived
-        return f"the last of {len(keys)} ranks"
+        return f"the last of {counted(len(keys), 'rank')}"
     shown = ", ".join(numbers[:8]) + (", …" if len(numbers) > 8 else "")
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown} of {len(keys)}"
 

@@ -22,6 +22,7 @@ from typing import Any
 from weft.checkpoint.directory import RUN as IDENTITY
 from weft.checkpoint.directory import committed_steps
 from weft.checkpoint.locking import LEASE, LOCK
+from weft.checkpoint.storage import require_exists
 from weft.train.config import OF_TASK, RunConfig
 from weft.train.errors import ConfigError
 from weft.train.files import parse_toml, read_bounded
@@ -72,7 +73,9 @@ def open_run(
     if resume is False:
         return _new_run(config, command)
     if isinstance(resume, str) and not or_start:
-        refuse_other_directories(run_directory(resume), f"{asked} {resume}" if command is not None else asked)
+        named, shown = run_directory(resume), f"{asked} {resume}" if command is not None else asked
+        require_exists(named, "name the directory of a run", shown)
+        refuse_other_directories(named, shown)
     if (run := find_run(config, resume)) is not None:
         if own_task:
             refuse_described_task(run.directory)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from weft.train.sections.rules import require
-from weft.train.toml_values import nearest, show
+from weft.train.toml_values import show
+from weft.words import nearest
 
 ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 NAMES = (*ELEMENT_WISE, "Muon")

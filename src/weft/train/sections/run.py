@@ -5,7 +5,8 @@ from pathlib import Path
 
 from weft.train.record.names import is_own
 from weft.train.sections.rules import require
-from weft.train.toml_values import nearest, show
+from weft.train.toml_values import show
+from weft.words import nearest
 
 
 @dataclass(frozen=True)

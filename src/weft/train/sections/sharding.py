@@ -133,7 +133,9 @@ class ShardingConfig:
     def check(self, ranks: int) -> None:
         """Raise ConfigError for settings that do not fit `ranks`, the number of data-parallel ranks times `cp`."""
         fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
-        require("sharding.cp", self.cp, self.cp in fits, f"must divide the {ranks} ranks; choose from {fits}")
+        require(
+            "sharding.cp", self.cp, self.cp in fits, f"must divide the number of ranks, {ranks}; choose from {fits}"
+        )
         among = ranks * self.tp // self.expert_ranks  # whole experts are spread over tensor-parallel ranks too
         fits = [size for size in range(1, among + 1) if among % size == 0]
         cuts = [f"sharding.{name} = {size}" for name, size in (("pp", self.pp), ("tp", self.expert_ranks)) if size > 1]
@@ -142,7 +144,12 @@ class ShardingConfig:
         require("sharding.ep", self.ep, self.ep in fits, rule)
         everyone, ranks, copies = ranks, ranks // self.cp, self.dp_replicate
         fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
-        require("sharding.dp_replicate", copies, copies in fits, f"must divide the {ranks} ranks; choose from {fits}")
+        require(
+            "sharding.dp_replicate",
+            copies,
+            copies in fits,
+            f"must divide the number of ranks, {ranks}; choose from {fits}",
+        )
         shards = ranks // copies
         before = f"{ranks}" if self.cp == 1 else f"{everyone} / sharding.cp = {ranks}"
         share = before if copies == 1 else f"{ranks} / sharding.dp_replicate = {shards}"
@@ -162,5 +169,5 @@ class ShardingConfig:
             "sharding.reshard_after_forward",
             choice,
             choice is None or isinstance(choice, bool) or choice in sizes,
-            f"must divide the {least} ranks over which weights are sharded; choose from {sizes}, true or false",
+            f"must divide the number of ranks that share the weights, {least}; choose from {sizes}, true or false",
         )

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from weft.train.errors import ConfigError
 from weft.train.sections import LoopConfig
+from weft.words import choice_of
 
 _aten = torch.ops.aten
 PRODUCTS = [
@@ -77,4 +78,4 @@ def _has_parameters(block: nn.Module) -> bool:
 def _check_backend(name: str) -> None:
     known = torch.compiler.list_backends(exclude_tags=())
     if name not in known:
-        raise ConfigError(f'train.compile = "{name}": must be a backend of torch.compile; choose from {sorted(known)}')
+        raise ConfigError(f'train.compile = "{name}": must be a backend of torch.compile; {choice_of(name, known)}')

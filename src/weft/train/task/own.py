@@ -23,6 +23,7 @@ from weft.train.task.blocks import outermost, prepare, repeated_blocks
 from weft.train.task.callables import check_callable, told
 from weft.train.task.sharding import meshes_of, options_of
 from weft.train.task.task import Losses
+from weft.words import counted
 
 LossFunction = Callable[[Any, Any], Any]
 Data = Iterable[Any] | Callable[[int, int], Iterable[Any]]
@@ -67,7 +68,7 @@ class OwnTask:
         if validation is not None:
             self.validation = _Validation(self.validation)
         self._microbatch_size = config.train.microbatch_size
-        self.description = f"own data: {getattr(data, '__name__', type(data).__name__)}"
+        self.description = f"data: {told(data)}"
         built = own_model(model, shard, config, meshes, device)
         if config.run.weights and not isinstance(built, HybridModel):
             raise ConfigError(
@@ -218,8 +219,8 @@ class Stream:
                 return microbatch
         if self.epoch:
             raise ConfigError(
-                f"data: {told(self.source)}, ended after {self._last} microbatches of this rank and yields none the "
-                f"second time; pass data that starts again, such as a list or a loader, or end the run earlier"
+                f"data: {told(self.source)}, ended after {counted(self._last, 'microbatch')} of this rank and yields "
+                f"none the second time; pass data that starts again, such as a list or a loader, or end the run earlier"
             )
         raise ConfigError("data: yields no microbatch; pass an iterable that starts again each time")
 
@@ -275,8 +276,8 @@ class Stream:
             generators, states = self._generators(), begun.get("own", [])
             if len(generators) != len(states):
                 raise ConfigError(
-                    f"data: has {len(generators)} random generators of its own (loader and samplers), and had "
-                    f"{len(states)} when its position was saved; resume with the data that it was saved with"
+                    f"data: has {counted(len(generators), 'random generator')} of its own (loader and samplers), and "
+                    f"had {len(states)} when its position was saved; resume with the data that it was saved with"
                 )
             for generator, state_then in zip(generators, states):
                 generator.set_state(state_then)
@@ -284,8 +285,8 @@ class Stream:
             for done in range(self.taken):
                 if next(self._iterator, self) is self:
                     raise ConfigError(
-                        f"data: the checkpoint is {self.taken} microbatches into a pass, but a pass over this data has "
-                        f"{done}; resume with the data that it was saved with"
+                        f"data: the checkpoint is {counted(self.taken, 'microbatch')} into a pass, but a pass over "
+                        f"this data has {done}; resume with the data that it was saved with"
                     )
             self._random.load_state_dict(now)
 
@@ -299,8 +300,8 @@ class Stream:
         before = state["taken"] * known[0]
         if before % self.ranks:
             raise ConfigError(
-                f"data: its position is {before} microbatches into a pass, which {self.ranks} ranks cannot share "
-                f"evenly; resume on {known[0]} ranks, or on a number that divides {before}"
+                f"data: its position is {counted(before, 'microbatch')} into a pass, which {self.ranks} ranks cannot "
+                f"share evenly; resume on {counted(known[0], 'rank')}, or on a number that divides {before}"
             )
         self.load_state_dict({**state, "taken": before // self.ranks})
 

@@ -23,8 +23,10 @@ class Mailbox:
         self.waits: dict[int, str] = {}
         """In a deadlock: rank -> the message that it waits for, or how it ended."""
         self.ended: dict[int, str] = {}
+        """Rank -> how it ended, for the message of a deadlock error."""
 
     def put(self, key: Any, tensors: Sequence[Tensor]) -> None:
+        """Send a copy of `tensors` as the next message of `key`, and wake the rank that waits for it."""
         number = self._sent[key] = self._sent[key] + 1
         self._messages[key][number] = [tensor.detach().clone() for tensor in tensors]
         if (waiter := self._blocked.pop((key, number), None)) is not None:
@@ -37,6 +39,8 @@ class Mailbox:
         return number
 
     def take(self, key: Any, number: int, rank: int, what: Callable[[], str]) -> list[Tensor]:
+        """Return message `number` of `key`. Until it is sent, let other ranks run. `what`: returns the text about this
+        rank for a deadlock error. Raises Ended if another rank fails, or if all ranks are in a deadlock."""
         if number not in self._messages[key]:
             condition = threading.Condition(self.turn)
             self._blocked[key, number] = (rank, condition, what())
