@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -212,18 +213,20 @@ def test_low_precision_all_reduces_neither_overflow_nor_lose_more_than_one_round
         assert output.unique().tolist() == [partial[0].item()] == [torch.tensor(value, dtype=dtype).item()]
 
 
-def test_who_abandons_transfers_waits_for_their_end_but_not_for_ever():
-    class Slow:
-        asked: list = []
+@pytest.mark.parametrize("share", [0.4, 1.0], ids=["slow", "hanging"])
+def test_who_abandons_transfers_waits_for_their_end_but_not_for_ever(monkeypatch, share):
+    clock, limit, finished = [0.0], ABANDONED_TIMEOUT.total_seconds(), []
+    monkeypatch.setattr(transfers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
-        def wait(self, timeout=None) -> None:
-            self.asked.append(timeout)
+    class Late:
+        def wait(self, timeout) -> None:
+            assert timeout.total_seconds() >= 1e-3, "torch would wait for ever"
+            clock[0] += min(share * limit, timeout.total_seconds())
             raise RuntimeError("out of time")
 
-    lane, finished = Lane("gather", CPU), []
-    ticket = lane.run(lambda tag: Pending([Slow(), Slow()], lambda: finished.append(True)))
+    ticket = Lane("gather", CPU).run(lambda tag: Pending([Late(), Late(), Late()], lambda: finished.append(True)))
     del ticket
-    assert Slow.asked == [ABANDONED_TIMEOUT] * 2 and not finished
+    assert clock == [limit] and not finished
 
 
 class NeverComes:

@@ -3,6 +3,7 @@
 import copy
 import sys
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -211,8 +212,9 @@ def test_a_hook_s_stream_changes_nothing_on_cpu_and_must_be_one():
     model.set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()), stream=torch.cpu.current_stream())
     torch.testing.assert_close(backward(model, mine(rows())), backward(make(), rows()))
     assert len(seen) == 1
-    with pytest.raises(TypeError, match="pass a stream, or leave it out"):
-        model.set_all_reduce_hook(lambda reduced: None, stream=object())
+    for context in (nullcontext(), weft.debug.check_streams()):
+        with context, pytest.raises(TypeError, match="pass a stream, or leave it out"):
+            model.set_all_reduce_hook(lambda reduced: None, stream=object())
 
 
 @distributed(2)

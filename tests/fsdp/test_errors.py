@@ -158,6 +158,31 @@ def test_ignored_parameters_are_parameters():
 
 
 @distributed(2)
+def test_a_call_that_is_refused_ignores_no_parameters():
+    block, extra = nets.Block(4, 4), nn.Parameter(torch.ones(1))
+    with refused(TypeError, "mp_policy='bf16'"):
+        weft.fully_shard(block, ignored_params=[extra], mp_policy="bf16")
+    with refused(ValueError, "shard_placement_fn returned 'rows'"):
+        weft.fully_shard(block, ignored_params=[extra], shard_placement_fn=lambda parameter: "rows")
+    weft.fully_shard(block)
+    block.extra = extra
+    with refused(RuntimeError, "parameter 'extra' was added to", "ignored_params"):
+        block(torch.ones(1, 4))
+
+
+class OnCuda(nn.Parameter):
+    device = torch.device("cuda")
+
+
+@distributed(2)
+def test_the_default_mesh_is_on_the_device_of_what_is_sharded():
+    linear = nn.Linear(2, 2)
+    linear._parameters = {"scale": OnCuda(torch.ones(1)), **linear._parameters}
+    weft.fully_shard(linear, ignored_params=[linear.scale])
+    assert linear.weight.device_mesh.device_type == "cpu"
+
+
+@distributed(2)
 def test_switches_are_bools():
     sharded = weft.fully_shard(nets.Block(4, 4))
     for method in (

@@ -225,6 +225,17 @@ def test_a_frozen_base_that_comes_quantized_trains_its_adapter():
 
 
 @distributed(2)
+def test_a_parameter_that_comes_quantized_keeps_the_attributes_that_were_set_on_it():
+    net = Adapted(packed=True)
+    weft.keep_dtype(net.base.weight)
+    net.base.weight.note = "frozen"
+    weft.fully_shard(net, mp_policy=weft.MixedPrecisionPolicy(param_quantization=rowwise()))
+    assert net.base.weight.note == "frozen" and not hasattr(net.base.weight, "payload")
+    recipes = {each.name: group.recipe.quantization for group in net._weft_unit.groups for each in group.parameters}
+    assert recipes == {"base.weight": None, "down.weight": rowwise(), "up.weight": rowwise()}
+
+
+@distributed(2)
 def test_weights_whose_scales_are_unknown_are_refused():
     for policy in (weft.MixedPrecisionPolicy(), weft.MixedPrecisionPolicy(param_quantization=rowwise())):
         net = nn.Linear(32, 32, bias=False)

@@ -32,6 +32,7 @@ CASES = [
     (tape("1"), compiled, "'1.up' is compiled"),
     (tape("1"), sharded, "'1' contains '1.up', which is a separate unit"),
     (tape("1", "1.up"), None, "'1.up' lies inside another chosen module"),
+    (tape("1.up", "1"), None, "'1.up' lies inside another chosen module"),
     (tape("2"), None, "no module '2'"),
     (weft.Graphs(modules=lambda name, module: False, backend="tape"), None, "chose none of the"),
     (weft.Graphs(("attn",), backend="tape"), None, "no layers of scopes"),

@@ -1,5 +1,6 @@
 """Gradients and experts in fp64."""
 
+import copy
 import math
 
 import pytest
@@ -28,6 +29,23 @@ def test_gradients_in_fp64_are_clipped_as_in_one_process(order):
     for mine, theirs in zip(net.parameters(), plain.parameters()):
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-9, atol=1e-12)
     assert all(math.isfinite(each.gradient) for each in weft.optim.parameter_norms(net).values())
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@distributed(2)
+def test_unsharded_gradients_of_other_dtypes_are_not_rounded_in_the_norm(dtype, order):
+    plain = nn.ModuleList([nn.Linear(3, 3, bias=False), nn.Linear(3, 3).to(dtype)])
+    net = copy.deepcopy(plain)
+    weft.fully_shard(net[0])
+    for each in (plain, net):
+        each[0](torch.full((1, 3), 1e-9)).sum().backward()
+        for parameter in each[1].parameters():
+            parameter.grad = torch.linspace(0.3, 0.7, parameter.numel(), dtype=dtype).view_as(parameter)
+    norm = weft.optim.grad_norm(net, order)
+    wide = [parameter.grad.to(norm.dtype) for parameter in plain.parameters()]
+    assert norm.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(norm, nn.utils.get_total_norm(wide, order), rtol=2 * torch.finfo(norm.dtype).eps, atol=0)
 
 
 def test_experts_in_fp64_multiply_one_after_another():

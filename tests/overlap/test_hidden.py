@@ -48,6 +48,11 @@ def test_overlap_is_what_counting_moments_gives(pieces):
 CFG = HybridConfig(pattern="[*E][*E]", hidden_size=16, num_attention_heads=2, num_experts=4, moe_intermediate_size=8)
 
 
+def label_of(step):
+    layer = "" if step.layer is None else f"/layer {step.layer}"
+    return f"microbatch {step.microbatch}{layer}/{step.direction}.{step.slot}"
+
+
 @pytest.mark.slow
 @distributed(2)
 def test_a_recorded_step_has_each_step_of_the_schedule_and_the_same_numbers():
@@ -68,9 +73,7 @@ def test_a_recorded_step_has_each_step_of_the_schedule_and_the_same_numbers():
     assert all(torch.equal(one, other) for one, other in zip(*found))
     intervals = timeline.intervals()
     for lane in ("compute", "exchange"):
-        expected = [
-            f"microbatch {s.microbatch}/layer {s.layer}/{s.direction}.{s.slot}" for s in trace if s.lane == lane
-        ]
+        expected = [label_of(step) for step in trace if step.lane == lane]
         assert [each.label for each in intervals if each.lane == lane] == expected
     assert {"gather", "reduce", "counts", "wait"} <= {each.lane for each in intervals}
     assert 0 < hidden_fraction(intervals) <= 1

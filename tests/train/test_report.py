@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from weft.debug.timeline import Interval
+from weft.pipeline import table
 from weft.train.config import parse_config, to_toml
 from weft.train.record.metrics import FILE
 from weft.train.report import expert_figures, figures
@@ -23,6 +24,7 @@ from weft.train.report.numbers import median
 from weft.train.report.page import write_report
 from weft.train.report.pattern_figure import pattern
 from weft.train.report.settings import in_use
+from weft.train.report.stages import measured
 from weft.train.report.timeline import computing, read_timeline, slow_ranks, write_timeline
 
 MORE = {"lr": 1e-3, "gradient_norm": 1.0, "tokens_per_second": 10.0, "memory_bytes": 1 << 20}
@@ -210,6 +212,23 @@ def test_saved_rows_are_reported(tmp_path, moved, said):
     (tmp_path / FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
     _, page = read(write_report(tmp_path))
     assert (said or "over the steps") in page.text and (said is not None) == ("fewer tokens" in page.text)
+
+
+def test_the_recorded_spans_of_stages_include_the_steps_outside_of_layers():
+    first = [
+        Interval("compute", "microbatch 0/stage 0/forward.embed", 1.0, 1.0, 2.0),
+        Interval("compute", "microbatch 0/stage 0/layer 0/forward.attend", 2.0, 2.0, 3.0),
+        Interval("compute", "microbatch 0/stage 0/layer 0/backward.attend", 7.0, 7.0, 8.0),
+        Interval("compute", "microbatch 0/stage 0/backward.embed", 8.0, 8.0, 9.0),
+    ]
+    last = [
+        Interval("compute", "microbatch 0/stage 1/layer 0/forward.attend", 3.0, 3.0, 4.0),
+        Interval("compute", "microbatch 0/stage 1/forward.head", 4.0, 4.0, 5.0),
+        Interval("compute", "microbatch 0/stage 1/backward.head", 5.0, 5.0, 6.0),
+        Interval("compute", "microbatch 0/stage 1/layer 0/backward.attend", 6.0, 6.0, 7.0),
+    ]
+    spans = measured(table("gpipe", 2, 1, 1), [first, last]).spans
+    assert spans == (((0.0, 2000.0), (6000.0, 8000.0)), ((2000.0, 4000.0), (4000.0, 6000.0)))
 
 
 def test_a_recorded_step_is_drawn_and_said_in_words(tmp_path):

@@ -56,8 +56,7 @@ class Ticket:
             self.abandon()
 
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
-        """Wait for this ticket's transfer and discard its result. Its memory can then be reused. `timeout`: as in
-        `Transfer.abandon`.
+        """Wait at most `timeout` for this ticket's transfer and discard its result. Its memory can then be reused.
 
         Without the wait, the lane's next receives would take the messages of this transfer.
         """

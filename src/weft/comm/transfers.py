@@ -27,6 +27,8 @@ from weft.comm.transport import Pending
 
 GOODBYE_S = 2.0
 """The seconds for which a process waits at exit for threads that wait for transfers."""
+SHORTEST_WAIT = timedelta(milliseconds=1)
+"""The shortest time limit of a wait for a transfer. torch counts whole milliseconds, and 0 means no limit."""
 
 
 class Transfer:
@@ -118,8 +120,7 @@ class Transfer:
             self._end()
 
     def abandon(self, timeout: timedelta) -> None:
-        """Wait until the collective has started, and then for its transfers. Discard the result. `timeout` limits the
-        wait for the start, and then the wait for each transfer."""
+        """Wait at most `timeout` for the collective to start and for its transfers to end. Discard the result."""
         deadline = time.monotonic() + timeout.total_seconds()
         if self._gate is not None:
             self._gate.set()
@@ -128,8 +129,11 @@ class Transfer:
             try:
                 pending, self._pending = self._pending, None
                 for work in pending.works if pending is not None else ():
+                    left = timedelta(seconds=deadline - time.monotonic())
+                    if left < SHORTEST_WAIT:
+                        break
                     with contextlib.suppress(RuntimeError):
-                        work.wait(timeout)
+                        work.wait(left)
             finally:
                 self._lock.release()
 

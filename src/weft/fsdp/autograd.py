@@ -144,6 +144,11 @@ class FullParameters:
             )
         )
 
+    def was_stopped(self) -> bool:
+        """Return whether an exception ended the latest forward of the unit."""
+        record = record_of(self._parameters[0])
+        return record is not None and record.unit.stopped
+
     def named(self, shape: tuple[int, ...]) -> str:
         """Return the names of the parameters that have `shape` or its transpose, and the name of their unit."""
         records = [record_of(each) for each in self._parameters if tuple(each.shape) in (shape, shape[::-1])]
@@ -328,6 +333,13 @@ def _explained(refusal: str) -> RuntimeError | None:
     shape = tuple(int(size) for size in found[1].split(", ") if size)
     here, expected = int(found[2]), int(found[3])
     if (gone := _gone_versions.get(here)) is not None:
+        if gone.was_stopped():
+            return WeightsGone(
+                f"backward reads {gone.named(shape)} after its weights were freed: the forward that made this graph "
+                f"ended with an exception, which frees the weights of each unit that it leaves. To keep a module's "
+                f"output, raise the exception outside of the unit, such as in a pre-hook of the next module, or return "
+                f"early from forward"
+            )
         return WeightsGone(
             f"backward reads {gone.named(shape)} after its weights were freed: backward entered the unit through a "
             f"tensor that forward did not return, such as one kept on a module or captured by a hook. Return that "

@@ -14,6 +14,7 @@ from weft.fsdp.construction.arguments import DEFAULT_STRATEGY, DataParallelMeshD
 from weft.fsdp.construction.members import Members
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.module import FSDPModule, attach, runtime_of, units_of
+from weft.fsdp.parameter import ignore
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.fsdp.roots import UnitDriver, drivers_under
@@ -50,8 +51,8 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
         mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard); with `dp_mesh_dims`, a larger mesh.
-            Default: a 1-D mesh of all ranks on the parameters' device. If the parameters are on "cpu" or "meta", the
-            mesh is on CUDA if CUDA is available and the process group supports it, otherwise on the CPU.
+            Default: a 1-D mesh of all ranks on the device of the parameters that are not ignored. If these are on "cpu"
+            or "meta", the mesh is on CUDA if CUDA is available and the process group supports it, otherwise on the CPU.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO 0 to 3) or `weft.Placements`. Default:
             "optim_grads_params".
         outer_strategy: the strategy over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
@@ -104,6 +105,8 @@ def fully_shard(
         inner.come_under(driver)
     for one in modules:
         attach(one, unit, driver)
+    for parameter in request.ignored:  # only now: a call that raises leaves no marks
+        ignore(parameter)
     for root in modules:
         for name, inside in root.named_modules():
             if isinstance(inside, FSDPModule):

@@ -47,6 +47,7 @@ class ForwardCall:
         self._stretch: Stretch | None = None
         self._known = weakref.ref(self, self.unit.calls.discard)
         self.unit.calls.add(self._known)
+        self.unit.stopped = False
 
     @property
     def name(self) -> str:
@@ -226,6 +227,8 @@ class HookDriver:
     def _fail(self, engine: Engine, error: BaseException) -> None:
         """Clean up after `error`, raised by a forward or by the code around it."""
         engine.note_failure(f"the forward of {self.unit.name or 'the root'}", error)
+        if self._call is not None and not in_backward():  # activation checkpointing may stop a recomputation early
+            self.unit.stopped = True
         try:
             self.abandon()
         finally:

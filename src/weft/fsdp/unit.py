@@ -108,6 +108,7 @@ class Unit:
         self.requires_all_reduce = True
         self.calls: set[weakref.ref[Any]] = set()
         """Forwards whose graph exists and whose backward has not ended: autograd has views of the weights."""
+        self.stopped = False  # whether an exception ended its latest forward with gradients
         self._divide_factor = divide_factor
         self.replaced_factor: float | None = None  # the user's divisor of summed gradients, or None
         self._tickets: list[Ticket] = []

@@ -47,14 +47,13 @@ class GraphTable:
         self.backend: Backend = _backend(settings.backend, device)
         self._engine = engine
         self.calls: list[GraphedCall] = []
-        named: list[nn.Module] = []
-        for name, module in self._chosen(root):
+        chosen = [*self._chosen(root)]
+        covered = Counter(inner for _, module in chosen for inner in module.modules())
+        for name, module in chosen:
             self._check(name, module)
-            if any(module in other.modules() for other in named):
+            if covered[module] > 1:
                 raise ValueError(f"graphs: {name!r} lies inside another chosen module; {WAY_OUT}")
-            named.append(module)
             self.calls.append(GraphedCall(self, module, "forward", name, _inside, _is_sharded))
-        covered = {inner for module in named for inner in module.modules()}
         for module in root.modules():
             scopes = getattr(module, "graph_scopes", {})
             for method, (scope, parts) in scopes.items() if module not in covered else ():

@@ -37,7 +37,7 @@ from weft.mesh import parts_of, ranks_over
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients of a sharded model, a 0-D tensor, the same on every rank. Collective.
 
-    The norm is fp32, or fp64 if any sharded gradients are fp64. Every element of all pipeline stages counts once, even
+    The norm is fp32, or fp64 if any gradients are fp64. Every element of all pipeline stages counts once, even
     if it is replicated, belongs to an expert, or is in a tensor-parallel slice. Unsharded parameters also count, and
     must have the same gradients on all ranks. Frozen parameters whose `.grad` is set count too. The norm takes about
     one kernel per flat buffer of gradients, and one small all-reduce per mesh axis. Tensor parallelism adds one small
@@ -228,8 +228,8 @@ def _total(groups: Sequence[ParameterGroup], norm_type: float, others: Sequence[
         if slices is not None:
             reduce_now(total, op, slices, "a norm of the model")
     if others:
-        each = torch.stack([_whole_norm(tensor, norm_type).to(totals) for tensor in others])
-        totals = torch.cat([totals, each if infinite else each.pow(norm_type)])
+        each = torch.stack([_whole_norm(tensor, norm_type).to(totals.device) for tensor in others])
+        totals = torch.cat([totals, each if infinite else each.pow(norm_type)])  # fp64 if any of them is
     return totals.max() if infinite else totals.sum()
 
 
@@ -244,7 +244,7 @@ def _pieces_of(group: ParameterGroup) -> Iterator[tuple[torch.Tensor, dist.Proce
 
 
 def _whole_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
-    norm = torch.linalg.vector_norm(tensor, norm_type)
+    norm = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.promote_types(tensor.dtype, torch.float32))
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

@@ -164,7 +164,7 @@ class ScheduledRun:
                 self._units.before(around, current, last=step.microbatch == last[step.chunk])
                 if trace is not None:
                     trace.append(step)
-                with profiled(f"microbatch {step.microbatch}/{self._where(step)}", f"{step.direction}.{step.slot}"):
+                with profiled(self._where(step), f"{step.direction}.{step.slot}"):
                     current.run(step)
                 self._units.after(around, current)
             except BaseException as error:
@@ -230,9 +230,9 @@ class ScheduledRun:
                 channel.foresee(keys)
 
     def _where(self, step: Step) -> str:
-        if len(self._cut.segments) == 1:
-            return f"layer {step.layer}"
-        return f"stage {self._cut.stage(step.chunk)}/layer {step.layer}"
+        stage = [f"stage {self._cut.stage(step.chunk)}"] if len(self._cut.segments) > 1 else []
+        layer = [f"layer {step.layer}"] if step.layer is not None else []
+        return "/".join([f"microbatch {step.microbatch}", *stage, *layer])
 
     def _said(self, step: Step) -> str:
         if len(self._cut.segments) == 1:

@@ -16,6 +16,7 @@ from tests.fsdp import nets
 from tests.fsdp.seams.truth import assert_gradients, assert_weights, backward, naming, right_or_refused, sgd, step
 from tests.pairs import all_pairs
 from tests.pool import distributed
+from weft.errors import WeightsGone
 
 WIDTH = 13
 
@@ -323,3 +324,40 @@ def test_a_feature_that_a_hook_captured_in_a_net_of_tokens():
             step(optimizers)
 
     right_or_refused(train, r"blocks\.\d")
+
+
+class Enough(Exception):
+    """Ends a forward whose output is not needed."""
+
+
+@distributed(2)
+def test_the_kept_output_of_a_forward_that_an_exception_ends_has_a_backward_outside_of_what_it_left():
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+
+    plain, net, rows = make(), make(), torch.ones(2, WIDTH)
+    for block in net:
+        weft.fully_shard(block)
+    weft.fully_shard(net)
+    kept: list[torch.Tensor] = []
+
+    def stop(output: torch.Tensor) -> None:
+        kept.append(output)
+        raise Enough
+
+    def backward_of_kept(handle) -> None:
+        with pytest.raises(Enough):
+            net(rows)
+        handle.remove()
+        kept.pop().sum().backward()
+
+    backward_of_kept(net[2].register_forward_pre_hook(lambda module, args: stop(args[0])))
+    plain[:2](rows).sum().backward()
+    assert_gradients(net, plain)
+    with pytest.raises(WeightsGone, match=r"of 1 \(Sequential\) .* ended with an exception.*in a pre-hook of the next"):
+        backward_of_kept(net[1].register_forward_hook(lambda module, args, output: stop(output)))
+    net[1][0].register_forward_hook(lambda module, args, output: kept.append(output))
+    net(rows)
+    with pytest.raises(WeightsGone, match="a tensor that forward did not return"):
+        kept.pop().sum().backward()

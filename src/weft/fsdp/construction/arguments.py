@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.backends import reaches_devices
 from weft.fsdp.module import FSDPModule, checked_factor, kind_of
-from weft.fsdp.parameter import ignore
 from weft.fsdp.placement import Placements, placements_of
 from weft.fsdp.precision import MixedPrecisionPolicy, precision_of
 from weft.fsdp.runtime.options import RuntimeOptions
@@ -45,8 +44,8 @@ class DataParallelMeshDims:
 
 
 class Request:
-    """The checked arguments of one call of `fully_shard`. `ignored`: the ids of `ignored_params`. `replicas`: the names
-    of all axes in `dp_mesh_dims`; empty without it."""
+    """The checked arguments of one call of `fully_shard`. `replicas`: the names of all axes in `dp_mesh_dims`; empty
+    without it."""
 
     def __init__(self, given: Any) -> None:
         mesh, strategy, runtime, choose = given.mesh, given.strategy, given.runtime, given.shard_placement_fn
@@ -73,7 +72,7 @@ class Request:
             mesh = _data_parallel_mesh(mesh, dims)
             if dims.shard is None and strategy == DEFAULT_STRATEGY:
                 strategy = "no_shard"
-        self.mesh: DeviceMesh = _default_mesh(self.modules) if mesh is None else _checked_mesh(mesh)
+        self.mesh: DeviceMesh = _default_mesh(self.modules, self.ignored) if mesh is None else _checked_mesh(mesh)
         self._strategies = strategy, given.outer_strategy
         placements, shards = self.placements_on(self.mesh), self.mesh.size(self.mesh.ndim - 1)
         self.reshard_after_forward = _checked_reshard(given.reshard_after_forward, placements, shards)
@@ -164,8 +163,8 @@ def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool |
     return {1: False, shards: True}.get(choice, choice)
 
 
-def _checked_ignored(parameters: Any) -> set[int]:
-    """Return the ids of `ignored_params`, which may contain parameters of other modules."""
+def _checked_ignored(parameters: Any) -> set[nn.Parameter]:
+    """Return `ignored_params` as a set. It may contain parameters of other modules."""
     fix = "pass the parameters themselves, such as ignored_params=set(module.parameters())"
     if parameters is None:
         return set()
@@ -176,18 +175,18 @@ def _checked_ignored(parameters: Any) -> set[int]:
         if not isinstance(parameter, nn.Parameter):
             named = repr(parameter) if isinstance(parameter, str) else f"a {type(parameter).__name__}"
             raise TypeError(f"ignored_params contains {named}: {fix}")
-        ignore(parameter)
-        ignored.add(id(parameter))
+        ignored.add(parameter)
     return ignored
 
 
-def _default_mesh(modules: list[nn.Module]) -> DeviceMesh:
-    """Return a mesh of all ranks on the parameters' device. If they are on CPU or meta, use CUDA if possible."""
+def _default_mesh(modules: list[nn.Module], ignored: set[nn.Parameter]) -> DeviceMesh:
+    """Return a mesh of all ranks on the device of the parameters that are not `ignored`. If they are on CPU or meta,
+    use CUDA if possible."""
     if not dist.is_initialized():
         raise ValueError(
             "fully_shard needs a process group: call torch.distributed.init_process_group, or use torchrun"
         )
-    first = next((parameter for module in modules for parameter in module.parameters()), None)
+    first = next((p for module in modules for p in module.parameters() if p not in ignored), None)
     if first is not None and first.device.type not in ("cpu", "meta"):
         return whole_world(first.device.type)
     return whole_world("cuda" if torch.cuda.is_available() and reaches_devices() else "cpu")

@@ -37,7 +37,7 @@ class Members:
         """Collect and check the parameters; dequantize those that are quantized."""
         self._request = request
         self.owners = _owners(request.modules)
-        found = {p: slot for p, slot in _owned_parameters(self.owners).items() if id(p) not in request.ignored}
+        found = {p: slot for p, slot in _owned_parameters(self.owners).items() if p not in request.ignored}
         self._found = dequantize_parameters(found, request.policy)
         _refuse_sparse(self.owners, self._found)
         _refuse_shared_memory(self.owners, self._found)

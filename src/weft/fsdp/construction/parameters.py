@@ -164,14 +164,18 @@ def recipe_of(
 
 
 def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisionPolicy) -> dict[nn.Parameter, Slot]:
-    """If `policy` quantizes, dequantize parameters whose class overrides `dequantize`. Return the new `slots`."""
+    """If `policy` quantizes, dequantize parameters whose class overrides `dequantize`. Return the new `slots`. The new
+    parameters have the attributes that were set on the old ones."""
     if policy.param_quantization is None:
         return slots
     found = {}
     for parameter, slot in slots.items():
         if type(parameter).dequantize is not torch.Tensor.dequantize:
+            internal = vars(parameter.detach())  # what its class stores, such as the payload
+            attributes = {name: value for name, value in vars(parameter).items() if name not in internal}
             with torch.no_grad():
                 parameter = nn.Parameter(parameter.dequantize(), requires_grad=parameter.requires_grad)
+            vars(parameter).update(attributes)
             slot.put(parameter)
         found[parameter] = slot
     return found

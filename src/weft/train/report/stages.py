@@ -49,7 +49,7 @@ def _spans(table: Table, rank: int, intervals: Sequence[Interval]) -> list[Span]
     found: dict[tuple[str, int, int], list[Span]] = defaultdict(list)
     for each in intervals:
         if each.lane == COMPUTE and each.label.startswith("microbatch"):
-            microbatch, stage, _, step = each.label.split("/")
+            microbatch, stage, *_, step = each.label.split("/")
             place = int(microbatch.split()[1]), table.place(int(stage.split()[1]))[1]
             direction, _, slot = step.partition(".")
             kind = "F" if direction == FORWARD else "B"
