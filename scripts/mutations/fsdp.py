@@ -537,7 +537,7 @@ MUTATIONS = [
     Mutation(
         "an update of the model weights makes gathered weights look current",
         "ParameterGroup.is_stale",
-        "self.main_changed or self._gathered_from not in (None, self.version)",
+        "self.main_changed or self.gathered_from not in (None, self.version)",
         "self.main_changed",
         "fsdp/seams/test_holds.py::test_weights_that_stay_gathered_over_a_step_are_those_of_the_step[2-optim]",
     ),

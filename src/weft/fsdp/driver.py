@@ -22,7 +22,8 @@ keep(unit, holder)                   keep the full weights: after a forward unti
 offer(unit)                          a backward begins, in which modules of `unit` may write gradients into buffers
 expect_more(more)                    whether further microbatches of a schedule will add to the gradients
 ready(unit)                          the gradients of `unit` in this backward are complete: pack them, reduce if due
-note_failure(what, error)            `what` raised `error`; the engine reports this if the pass ends with that error
+note_failure(what, error)            `what` raised `error`; the engine reports this to the other ranks if a forward or a
+                                     schedule ends with that error
 recover()                            called before each forward. Cleans up if the last pass has failed. Returns whether
                                      a schedule drives the units; if so, hooks only cast inputs and outputs
 """
@@ -76,6 +77,11 @@ UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
 def is_users(holder: Any) -> bool:
     """Return whether `holder` comes from a user's call to `unshard()`, on the unit it holds or on one tied to it."""
     return holder is USER or (isinstance(holder, TiedHold) and is_users(holder.holder))
+
+
+def shows_full(holder: Any) -> bool:
+    """Return whether the full parameters are registered while `holder` holds a unit."""
+    return holder.computes or is_users(holder)
 
 
 def in_backward() -> bool:

@@ -100,9 +100,8 @@ class ParameterGroup:
         """Separates the group's messages from those of other groups. `channels`: one per copy."""
         self._refreshed_from: int | None = None
         """The version of the main weights from which separate model weights were made. None: update them first."""
-        self._gathered_from: int | None = None
-        """The version of the main weights from which the gathered weights, or the shard that is kept of them until
-        backward, were made. None: there are none."""
+        self.gathered_from: int | None = None
+        """The same for the full weights, which an update of the model weights does not change. None: not gathered."""
         self._refreshing: Ticket | None = None
         self._upload: Ticket | None = None  # the transfer that reads main weights in CPU memory
         self.unfilled = [each for each, tensor in zip(self.parameters, slices) if tensor.is_meta]
@@ -176,9 +175,8 @@ class ParameterGroup:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the main weights have changed since the model weights or the gathered weights were made. An update of
-        the model weights does not change gathered weights, so each has a version of its own."""
-        return self.main_changed or self._gathered_from not in (None, self.version)
+        """Whether the main weights have changed since the model weights or the gathered weights were made from them."""
+        return self.main_changed or self.gathered_from not in (None, self.version)
 
     @property
     def is_outdated(self) -> bool:
@@ -195,14 +193,14 @@ class ParameterGroup:
         """Start to gather the full weights. Update outdated model weights first. Return None if nothing is sent."""
         self.refresh(channels)
         refreshing, self._refreshing = self._refreshing, None
-        if (kept := self.post_forward) is None or not kept.held:
-            self._note_gather()
+        self._note_gather()
         if self.transient is None:
             return refreshing
         group = channels.of_gathers(self.groups[-1])
         with torch.no_grad():
             full = self.transient.tensor if self.transient.pool() else channels.weights.take(self.transient)
-            if kept is not None and kept.held:
+            if (kept := self.post_forward) is not None and kept.held:
+                self.gathered_from = kept.version
                 return kept.gather_into(full, channels.gather, self.channel)
             source = self.copies[self.copy].local
             landing = self.payload.land(full, source, channels.weights)
@@ -219,13 +217,13 @@ class ParameterGroup:
                 after=refreshing,
                 prepare=write,
             )
-            if not self.refreshes:
-                self._upload = ticket if self.offload is not None else None
+            if self.offload is not None and not self.refreshes:
+                self._upload = ticket
             return ticket
 
     def _note_gather(self) -> None:
         """Record from which version of the main weights the weights are made that the ranks now send."""
-        self._gathered_from = self._refreshed_from if self.refreshes else self.version
+        self.gathered_from = self._refreshed_from if self.refreshes else self.version
 
     @property
     def fits_buckets(self) -> bool:
@@ -293,7 +291,7 @@ class ParameterGroup:
         if ticket is not None:
             with torch.no_grad():
                 ticket.wait()
-            self.payload.open(self.full.local, self.copy)
+            self.payload.drop()
 
     def rest(self, *, quantize: bool = False) -> None:
         """Free the main weights if an up-to-date payload can restore them. `quantize`: make the payload first."""
@@ -345,21 +343,25 @@ class ParameterGroup:
             self.payload.open(self.full.local, self.copy)
         self.fulls.come(self.version)
 
-    def gather_other(self, copy: int, channels: Channels) -> None:
-        """Gather copy number `copy` of the weights in place of the current one. Computation waits for the gather."""
+    def gather_other(self, channels: Channels) -> None:
+        """Gather copy number `self.copy` in place of the gathered weights. Computation waits for the gather."""
         self.fulls.check_unwritten()
         self.fulls.leave()
-        self.copy = copy
         if (ticket := self.gather(channels)) is not None:
             ticket.wait()
         self.arrived()
 
     def free(self) -> None:
-        if self.post_forward is None or not self.post_forward.held:
-            self._gathered_from = None
+        self.gathered_from = None
         if self.transient is not None:
             self.fulls.leave()
             self.transient.give()
+
+    def lose(self) -> None:
+        """Free what a failed gather has taken. The gathered weights, if they are held, count as stale."""
+        self.free()
+        self.payload.drop()
+        self.gathered_from = -1  # no version counter has this value
 
     def take_requires_grad(self) -> None:
         """If the user changed `requires_grad` of full parameters under `unshard()`, change it for the sharded ones."""

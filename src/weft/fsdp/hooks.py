@@ -264,6 +264,7 @@ class HookDriver:
         if self._entered:
             self._leave(self.engine)
         elif self._hold in self.unit.holders:  # the forward failed before any module began
+            self._call = None
             self.engine.done(self.unit, self._hold)
         if self._stretch is not None:
             self._stretch.end()

@@ -51,6 +51,10 @@ class Plain:
 
     def open(self, full: torch.Tensor, copy: int) -> None:
         """Convert the gathered payload to the full weights `full` that modules use, and free staging memory."""
+        self.drop()
+
+    def drop(self) -> None:
+        """Free staging memory, and forget a payload that `open` has not read."""
         if self.staging is not None:
             self.staging.give()
 
@@ -70,13 +74,14 @@ class PostForwardShard:
         numel = plan.layout.numel // group.size()
         self.transient = plan.transient(numel, plan.recipe.gathered, "the kept shard of the weights")
         self.held = False
+        self.version: int | None = None
         self._group = group
 
     @torch.no_grad()
-    def keep(self, full: torch.Tensor, pool: Pool) -> None:
-        """Keep this rank's shard of the gathered weights `full`. The next gather reads the kept shards of the ranks."""
+    def keep(self, full: torch.Tensor, version: int | None, pool: Pool) -> None:
+        """Keep this rank's shard of `full`, gathered from this `version` of the main weights, for the next gather."""
         if not self.held:
-            self.held = True
+            self.held, self.version = True, version
             pool.take(self.transient).copy_(full.view(self._group.size(), -1)[self._group.rank()])
 
     def gather_into(self, full: torch.Tensor, lane: Lane, channel: int) -> Ticket:

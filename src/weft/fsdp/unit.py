@@ -27,7 +27,7 @@ from weft.comm.backends import transport_of
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
-from weft.fsdp.driver import USER, Hold, TiedHold, is_users
+from weft.fsdp.driver import USER, Hold, TiedHold, is_users, shows_full
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.parameter import FULL, SHARDED, register
 from weft.fsdp.precision import MixedPrecisionPolicy
@@ -86,8 +86,7 @@ class Unit:
         self.turns = any(len(group.copies) > 1 for group in self.groups)  # forward and backward use different copies
         self.backward = False  # whether the current or next gather is of the copy for backward, if `turns`
         self.policy = policy
-        self.name = ""
-        self.number = 0
+        self.name, self.number = "", 0
         self.channels: Channels = None  # type: ignore[assignment]
         """Set at the first pass of the root."""
         self.place = next(_places)
@@ -148,7 +147,9 @@ class Unit:
             try:
                 self._gather()
             except BaseException:
-                self._drop_gather()
+                self._lose()
+                self.state = TRANSITIONS.get((self.state, "fail")) or self._refuse("fail")
+                self.resident = False
                 raise
 
     def gather_started(self, ticket: Ticket) -> None:
@@ -179,15 +180,15 @@ class Unit:
                     self.channels.weights.come_back(each)
         self.state = TRANSITIONS.get((self.state, "hold")) or self._refuse("hold")
         self.holders[holder] = None
-        if holder.computes and not holder.backward and self.is_stale:  # this pass has written to the main weights
-            self.channels.on_renew(self)
-            self.renew()
-        if not self._shows_full and (holder.computes or is_users(holder)):
-            try:
+        try:
+            if holder.computes and not holder.backward and self.is_stale:  # this pass has written to the main weights
+                self.channels.on_renew(self)
+                self.renew()
+            if not self._shows_full and shows_full(holder):
                 self._show(full=True)
-            except RuntimeError:  # the user has replaced a parameter
-                self.release(holder)
-                raise
+        except BaseException:  # no memory, or the user has replaced a parameter
+            self.release(holder)
+            raise
 
     def release(self, holder: Any) -> None:
         """End a hold. The memory stays until `free`."""
@@ -216,8 +217,12 @@ class Unit:
             group.fulls.check_unwritten()
             group.outdate()
             group.free()
-        self._gather()
-        self._wait()
+        try:
+            self._gather()
+            self._wait()
+        except BaseException:
+            self._lose()
+            raise
 
     def turn(self, backward: bool) -> None:
         """If weights have a second copy for backward, choose the copy that is gathered from now on. `backward`: choose
@@ -227,14 +232,14 @@ class Unit:
         self.free()  # gathered ahead for the other direction
         self.backward = backward
         turning = [group for group in self.groups if len(group.copies) > 1]
+        for group in turning:  # all before the first gather, which may raise
+            group.copy = int(backward)
         if self.state is State.AT_REST:
-            for group in turning:
-                group.copy = int(backward)
             return
         self.state = TRANSITIONS.get((self.state, "renew")) or self._refuse("renew")
         self.channels.on_gather(self)
         for group in turning:
-            group.gather_other(int(backward), self.channels)
+            group.gather_other(self.channels)
 
     def sync_versions(self) -> None:
         """Raise WeightsWritten if a write to gathered weights would be lost. Set version counters, so that autograd
@@ -246,7 +251,7 @@ class Unit:
 
     def register(self) -> None:
         """Register the full parameters if the user or a computation holds the weights, otherwise the sharded ones."""
-        self._show(full=any(holder.computes or is_users(holder) for holder in self.holders))
+        self._show(full=any(map(shows_full, self.holders)))
 
     def _show(self, *, full: bool) -> None:
         self._shows_full = full
@@ -262,7 +267,7 @@ class Unit:
             self.resident = False
             for group in self._coming:
                 if self.keeps_post_forward and group.post_forward is not None:
-                    group.post_forward.keep(group.full.local, self.channels.weights)
+                    group.post_forward.keep(group.full.local, group.gathered_from, self.channels.weights)
                 group.free()
 
     def reshard_after(self, forward: bool | int | None) -> None:
@@ -336,24 +341,19 @@ class Unit:
                     if (ticket := group.gather(self.channels)) is not None:
                         self._tickets.append(ticket)
 
-    def _drop_gather(self) -> None:
-        """Undo a gather that not all groups could start, so that the next use gathers all of them."""
-        self.state = TRANSITIONS.get((self.state, "fail")) or self._refuse("fail")
-        self.resident = False
+    def _lose(self) -> None:
+        """Undo a gather that failed, so that the next use gathers all groups."""
         tickets, self._tickets = self._tickets, []
         for ticket in tickets:  # they write to memory that is freed below
             ticket.wait()
         for group in self._coming:
-            group.free()
+            group.lose()
 
     def _let_go(self, holder: Any) -> None:
         event = "let go" if len(self.holders) > 1 else "let go last"
         self.state = TRANSITIONS.get((self.state, event)) or self._refuse(event)
         del self.holders[holder]
-        if self._shows_full:
-            for each in self.holders:
-                if each.computes or is_users(each):
-                    return
+        if self._shows_full and not any(map(shows_full, self.holders)):
             self._show(full=False)
 
     def _arrive(self) -> None:

@@ -134,7 +134,7 @@ class GatherOrder:
     def forget(self) -> None:
         """Drop all traces after a failed pass."""
         self.traces.clear()
-        self.current = _Pass("forward")
+        self.current, self._around = _Pass("forward"), None
 
     def _follow(self, kind: str, expected: tuple[int, ...], backwards: tuple[int, ...]) -> None:
         key = (kind, expected)

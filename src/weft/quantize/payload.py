@@ -112,8 +112,7 @@ class Narrow:
     def open(self, full: torch.Tensor, copy: int) -> None:
         """Fill `full`, the full weights, from the gathered bytes of copy number `copy`, and free these bytes. The full
         weights are dequantized, except with `compute="scaled"`, where they stay quantized."""
-        come, self._come = self._come, None
-        if come is None:
+        if (come := self._come) is None:
             return
         with torch.no_grad():
             if self._recipe.is_scaled:
@@ -121,6 +120,11 @@ class Narrow:
             else:
                 for place, codes, scales in self.unpacked(come):
                     self._widen(codes, scales, full, place)
+        self.drop()
+
+    def drop(self) -> None:
+        """Free the gathered bytes, whether `open` has read them or not."""
+        self._come = None
         if self.staging is not None:
             self.staging.give()
 

@@ -63,15 +63,21 @@ class Bucket:
         sources = self._sources(copy)
         fulls: list[torch.Tensor | None] = []
         coming: list[Unit] = []
-        for unit in self._units:
-            comes = not unit.resident and unit.has_room()  # the units before it have taken their memory already
-            if comes:
-                unit.turn(backward)
-                self._channels.on_gather(unit)
-                coming.append(unit)
-            for group in unit.groups:
-                fulls.append(group.open_full(self._channels) if comes else None)
-        ticket = self._start(fulls, sources, copy)
+        try:
+            for unit in self._units:
+                comes = not unit.resident and unit.has_room()  # the units before it have taken their memory already
+                if comes:
+                    unit.turn(backward)
+                    self._channels.on_gather(unit)
+                    coming.append(unit)
+                for group in unit.groups:
+                    fulls.append(group.open_full(self._channels) if comes else None)
+            ticket = self._start(fulls, sources, copy)
+        except BaseException:
+            for unit in coming:
+                for group in unit.groups:
+                    group.lose()
+            raise
         for unit in coming:
             unit.gather_started(ticket)
 

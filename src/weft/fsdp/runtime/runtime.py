@@ -206,12 +206,13 @@ class Runtime(Shared):
         self._calls.append(call)
         if self.passes.current is Pass.BACKWARD:
             return
-        self._open_backward()
-        end_with_backward(self._joint.place, weakly(self.end_backward), weakly(self.fail))
-
-    def _open_backward(self) -> None:
         inside = self.passes.current is not Pass.IDLE
         self.passes.begin(Pass.BACKWARD)
+        # Before `_open_backward`, which may raise: the end of the task then fails this pass.
+        end_with_backward(self._joint.place, weakly(self.end_backward), weakly(self.fail))
+        self._open_backward(inside)
+
+    def _open_backward(self, inside: bool) -> None:
         self._calls.makes_graph = in_backward() and torch.is_grad_enabled()
         for unit in self.units:
             unit.sync_versions()
@@ -266,7 +267,12 @@ class Runtime(Shared):
     def finish_unnoticed(self) -> None:
         """Reduce any gradients of an autograd backward that has run no hook of this model."""
         if self.passes.current is Pass.IDLE and any(unit.awaits_reduction for unit in self.units):
-            self._open_backward()
+            self.passes.begin(Pass.BACKWARD)
+            try:
+                self._open_backward(inside=False)
+            except BaseException:
+                self.reset()
+                raise
             self.end_backward()
 
     def finish_deferred(self) -> None:
@@ -292,7 +298,6 @@ class Runtime(Shared):
         """End the pass with `error`, and report its source to the other ranks."""
         if self._failure is not None and self._failure[0] is error:
             self._helper.failed(self._failure[1], error)
-        self._failure = None
         self.reset()
 
     def fail(self) -> None:
@@ -300,6 +305,7 @@ class Runtime(Shared):
         left = self.passes.current
         evaluates = left in (Pass.FORWARD, Pass.EVALUATION) or (left is Pass.SCHEDULE and self._evaluates)
         self._keeps_gradients = evaluates
+        self._failure = None  # its traceback keeps the tensors of the frames that it went through
         self.passes.fail()
         if left in (Pass.BACKWARD, Pass.SCHEDULE) and not evaluates:
             self._drop_gradients()  # on some ranks, some units have already added new gradients, others have not
