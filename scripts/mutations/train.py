@@ -71,8 +71,15 @@ MUTATIONS = [
     ),
     # --- models -------------------------------------------------------------------------------------------------------
     Mutation(
+        "a prompt has the special tokens that end a text",
+        "HuggingFaceTokenizer.prompt",
+        "1 + own.max(initial=-1)",
+        "len(encoding)",
+        "train/test_tokenizer.py::test_a_prompt_has_the_special_tokens_before_a_text_and_none_after_it",
+    ),
+    Mutation(
         "a text is decoded without its prompt",
-        "Source.added",
+        "continuation_texts",
         "each[-CONTEXT:]",
         "each[:0]",
         "train/test_published_programs.py::test_a_text_is_continued_with_the_blank_between_words",

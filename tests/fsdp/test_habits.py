@@ -178,6 +178,10 @@ def test_weights_that_are_loaded_or_stepped_between_microbatches_are_seen_at_onc
         torch.testing.assert_close(model(x), x.bfloat16() @ whole.t())  # an evaluation
 
 
+def gathered(model):
+    return weft.memory_report(model)["transient"]["gathered weights"]["live"]
+
+
 @distributed(2)
 def test_a_weight_that_leaves_its_unit_is_refused_where_it_leaves():
     class Returning(nn.Linear):
@@ -192,6 +196,11 @@ def test_a_weight_that_leaves_its_unit_is_refused_where_it_leaves():
             if keep:
                 output, weight = model(torch.randn(2, 5))
                 (output.sum() + weight.sum()).backward()
+                with torch.no_grad():
+                    _, weight = model(torch.randn(2, 5))
+                assert gathered(model) > 0 and torch.equal(weight, model[0].weight.full_tensor().t())
+                model(torch.randn(2, 5))[0].sum().backward()
+                assert gathered(model) == 0
                 continue
             with pytest.raises(RuntimeError, match=r"0 \(Returning\) returned .* of its gathered weights.*clone"):
                 model(torch.randn(2, 5))

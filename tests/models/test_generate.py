@@ -5,7 +5,7 @@ import torch
 
 from tests.models.hf.families import KINDS
 from weft.models import HybridConfig, HybridModel, hf
-from weft.models.generate import Sampling, generate
+from weft.models.generate import Sampling, continuations, generate
 
 
 def small():
@@ -26,6 +26,13 @@ def test_the_best_tokens_are_those_of_full_forwards():
     for _ in range(12):
         tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
     assert first(model, 12, temperature=0) == tokens[0, 10:].tolist()
+
+
+def test_a_text_is_continued_on_the_device_of_the_model_whatever_the_default_device():
+    model, greedy = small(), Sampling(temperature=0)
+    expected = list(continuations(model, [[1, 2, 3], [4]], most=4, sampling=greedy))
+    with torch.device("meta"):
+        assert list(continuations(model, [[1, 2, 3], [4]], most=4, sampling=greedy)) == expected
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3_next", "nemotron_h"])  # others: test_published.py

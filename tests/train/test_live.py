@@ -1,11 +1,15 @@
 """What a person sees of a run while it trains: a report that is written again and again, and texts of the model."""
 
 import errno
+import json
 import os
 
 import pytest
+import torch
 
 from tests.train.command import metrics, wait_until, write_config
+from tests.train.test_conversations import CHATML, tokenizer_in
+from weft.models import HybridConfig, HybridModel, hf
 from weft.train.config import from_tables, load_config
 from weft.train.errors import ConfigError
 from weft.train.loop import Trainer
@@ -68,9 +72,9 @@ def test_a_report_is_written_during_the_run_and_a_failure_is_one_line(folder, mo
         assert disabled._writer is None
 
 
-def trained(path, run, overrides=()):
+def trained(path, run, overrides=(), *, resume_from=None):
     said = []
-    trainer = Trainer(load_config(path, overrides), Run(run), say=said.append)
+    trainer = Trainer(load_config(path, overrides), Run(run, resume_from), say=said.append)
     trainer.progress._line = said.append
     trainer.run()
     return said
@@ -90,18 +94,39 @@ def test_the_text_of_a_run_is_that_of_its_checkpoint_and_changes_nothing_else(po
     assert last["text"] == expected and len(last["text"]) > len(PROMPT)
 
 
-def refusal(path, overrides):
-    with pytest.raises(ConfigError) as error:
-        Trainer(load_config(path, overrides), Run(path.parent / "run"))
-    return str(error.value)
-
-
 @pytest.mark.slow
-def test_a_model_that_writes_no_text_is_refused(pool, tmp_path):
+def test_the_text_of_a_loaded_model_is_that_of_weft_sample_with_its_special_and_end_tokens_and_penalty(pool, tmp_path):
+    torch.manual_seed(0)
+    published, run = tmp_path / "published", tmp_path / "run"
+    words, tokenizer = tokenizer_in(published, CHATML)  # begins a text with a special token
+    cfg = HybridConfig(pattern="[*-]", vocab_size=len(words), hidden_size=16)
+    model = HybridModel(cfg)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight))
+    hf.save(model, published)
+    fields = {"repetition_penalty": 9.0, "eos_token_id": list(range(0, len(words), 9))}
+    (published / "generation_config.json").write_text(json.dumps(fields))
+    sizes = ("vocab_size", "head_dim", "num_key_value_heads", "intermediate_size", "num_attention_heads")
+    changes = {f"model__{name}": getattr(hf.config_of(published), name) for name in sizes}
+    path = write_config(tmp_path, train__steps=2, data__tokenizer=tokenizer, run__weights=str(published), **changes)
+    sample = ["train.sample=hello", "train.sample_tokens=40", "train.validate_every=2"]
+    for steps, before in ((2, None), (4, 2)):  # a new run, and a resumed run
+        pool.run(2, trained, path, run, [*sample, f"train.steps={steps}"], resume_from=before)
+        *_, found = (each["text"] for each in read_metrics(run) if each["kind"] == "sample")
+        source = Source(run)
+        assert found == "".join(source.continued("hello", tokens=40, temperature=0))
+        assert found > "hello" and len(source.tokenizer.encode(found.encode())) < 40  # an end token came
+
+
+def test_a_model_that_writes_no_text_is_refused(tmp_path):
     path = write_config(tmp_path, model__pattern="[*-][*-]")
     for axis in ("sharding.pp", "sharding.cp", "sharding.tp"):
-        line = pool.run(2, refusal, path, ["train.sample=x", f"{axis}=2"])[0]
-        assert line.startswith('train.sample = "x": each rank needs the whole model') and f"{axis} = 2" in line
+        config = load_config(path, ["train.sample=x", f"{axis}=2"])
+        with pytest.raises(ConfigError, match=rf'^train\.sample = "x": each rank needs the whole model .*{axis} = 2'):
+            config.validate(2)
+    with pytest.raises(ConfigError, match=r"a model described by .* and a tokenizer"):
+        load_config(path, ["train.sample=x", "data.kind=tokens"]).validate(1)
 
 
 def test_settings_of_texts_and_reports_are_checked():

@@ -37,6 +37,21 @@ def test_a_tokenizer_file_gives_all_of_a_text_and_nothing_else(words):
     assert tokenizer.decode(np.array([9, 1])) == "b a"
 
 
+def test_a_prompt_has_the_special_tokens_before_a_text_and_none_after_it(words):
+    import tokenizers
+
+    file = tokenizers.Tokenizer.from_file(str(words))
+    file.add_special_tokens(["<s>", "</s>"])
+    begin, end = (file.token_to_id(name) for name in ("<s>", "</s>"))
+    special = [("<s>", begin), ("</s>", end)]
+    file.post_processor = tokenizers.processors.TemplateProcessing(single="<s> <s> $A </s>", special_tokens=special)
+    file.save(str(words))
+    tokenizer = load_tokenizer(str(words))
+    assert tokenizer.prompt("b a").tolist() == [begin, begin, 9, 1]
+    assert tokenizer.prompt("b </s>").tolist() == [begin, begin, 9, end]  # the text itself names a special token
+    assert tokenizer.prompt(" ").size == 0
+
+
 def test_a_token_without_a_text_is_refused(words):
     for tokenizer, token in ((load_tokenizer("bytes"), 256), (load_tokenizer(str(words)), 5)):
         assert token not in tokenizer.ids

@@ -84,7 +84,8 @@ def _choices(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _source(options: argparse.Namespace) -> Any:
-    from weft.train.source import DEFAULTS, Source
+    from weft.train.source import Source
+    from weft.train.texts import DEFAULTS
 
     warn = partial(commands.warn, options)
     source = Source(options.source, warn, ignored=options.ignored)

@@ -106,12 +106,11 @@ def continuations(
 
     A continuation ends at a token of `ends`, which is not yielded, or after `most` tokens. A step in which every entry
     is None is not yielded. The iterator ends when all continuations have ended. `options`: keyword arguments of
-    `generate`. The model must be on torch's default device, on which the prompts' tensor is created.
+    `generate`, with tensors on the device of the model's parameters.
     """
     lengths = [len(prompt) for prompt in prompts]
-    tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
-    for row, prompt in zip(tokens, prompts):
-        row[: len(prompt)] = torch.tensor(prompt)
+    padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts]
+    tokens = torch.tensor(padded, dtype=torch.int64, device=next(model.parameters()).device)
     left = [most] * len(prompts)
     if most < 1:
         return

@@ -154,6 +154,8 @@ class TrainConfig:
         - `train.overlap` with only one microbatch per step on each rank
         - sizes that do not fit into memory
         - a `model.vocab_size` smaller than the tokenizer's vocabulary
+        - `train.sample` for your own model, for data without a tokenizer, with `pp`, `cp` or `tp` above 1, or without
+          a token
         """
         pp = self.sharding.pp
         fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -174,6 +176,7 @@ class TrainConfig:
             "overlaps two microbatches, but a step of each rank has one, so it would hide nothing; set "
             f"train.global_batch_size = {least} or more, a smaller train.microbatch_size, or train.overlap = false",
         )
+        self._check_sample()
         check_sizes(self.model, self.data, self.train)
         if self.data.kind == "tokens" or isinstance(self.model, OwnModelConfig):
             return
@@ -185,6 +188,18 @@ class TrainConfig:
             f"must be at least the vocabulary size of the tokenizer {self.data.tokenizer!r}; "
             f"set model.vocab_size = {tokenizer.vocab_size}",
         )
+        prompt = self.train.sample
+        has_token = not prompt or len(tokenizer.encode(prompt.encode())) > 0
+        require("train.sample", prompt, has_token, "has no token; set it to some text")
+
+    def _check_sample(self) -> None:
+        prompt = self.train.sample
+        fits = not prompt or (isinstance(self.model, HybridConfig) and self.data.kind != "tokens")
+        require("train.sample", prompt, fits, "needs a model described by [model] and a tokenizer; leave it out")
+        for name in ("pp", "cp", "tp"):
+            size = getattr(self.sharding, name)
+            rule = f"each rank needs the whole model and whole sequences, and sharding.{name} = {size}; leave it out"
+            require("train.sample", prompt, not prompt or size == 1, rule)
 
     def microbatches_per_step(self, world_size: int) -> int:
         """Return the number of microbatches of one optimizer step on each of `world_size` data-parallel ranks."""

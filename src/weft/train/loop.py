@@ -45,7 +45,7 @@ from weft.train.run.watchdog import Watchdog
 from weft.train.run.world import begin_alone
 from weft.train.saves import Saves
 from weft.train.schedule import Schedule, due
-from weft.train.source import Source
+from weft.train.source import Source, origin_of_run
 from weft.train.spikes import Spikes
 from weft.train.state import Position
 from weft.train.task.choice import task_of
@@ -100,7 +100,6 @@ class Trainer:
         )
         self._optimizer_config = config.optimizer if optimizer is None else None
         self.average: WeightAverage | None = None
-        self.samples = Samples(config, self.model, self.device) if config.train.sample else None
         self.live = LiveReport(run.directory, config.run.report_every, self._note, enabled=self.rank == 0)
         self.buffers = buffers_of(self.model, config.train.buffers)
         self.spikes = Spikes(config.train.skip_spikes)
@@ -124,6 +123,7 @@ class Trainer:
             self.saves.check_room()
             if run.step is not None:
                 self._go_on()
+            self.samples = Samples(config, self.model, self.device) if config.train.sample else None
         except BaseException:
             self.saves.close()
             raise
@@ -173,6 +173,8 @@ class Trainer:
         except (ConfigError, CheckpointMismatch):
             changed(self.run_place.directory, self.config, 0)  # raises if a changed setting explains the error
             raise
+        if isinstance(self.model, HybridModel):
+            self.model.origin = origin_of_run(self.run_place.directory)
         for group, configured in zip(self.optimizer.param_groups, options):
             group.update(configured)
         told = changed(self.run_place.directory, self.config, step)

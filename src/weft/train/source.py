@@ -1,19 +1,14 @@
 """Loads trained weights from a run, one of its checkpoints, or a model directory."""
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from weft.checkpoint import CheckpointManager, ModelState, committed_steps
 from weft.checkpoint.directory import path_of
 from weft.checkpoint.storage import require_exists
 from weft.models import HybridConfig, HybridModel, hf
-from weft.models.generate import Sampling, continuations
 from weft.models.hf.directory import OURS, THEIRS
 from weft.models.hf.generation import Generation, generation_of
 from weft.models.hf.origin import Origin, origin_of
@@ -22,14 +17,8 @@ from weft.train.chat import ChatTemplate, Messages, template_of
 from weft.train.config import TrainConfig, load_config
 from weft.train.errors import ConfigError
 from weft.train.run.runs import CHECKPOINTS, CONFIG, ORIGIN, refuse_own_task
+from weft.train.texts import continuation_texts
 from weft.train.tokenizer import Tokenizer, load_tokenizer
-
-CONTEXT = 8
-"""The number of tokens at the end of a prompt that are decoded together with the generated tokens."""
-UNFINISHED = "\ufffd"
-"""The character that a decoder returns in place of a character whose bytes are not all generated yet."""
-DEFAULTS = Sampling(temperature=0.8, top_p=0.95)
-"""The sampling options if the model's files have none."""
 
 
 class Source:
@@ -123,7 +112,7 @@ class Source:
         """The files of the published model that the weights come from. None for weights trained from scratch."""
         if self.run is None:
             return origin_of(self.path, self.ignored)
-        return origin_of(self.run / ORIGIN) if (self.run / ORIGIN / OURS).is_file() else None
+        return origin_of_run(self.run)
 
     @cached_property
     def generation(self) -> Generation:
@@ -152,39 +141,25 @@ class Source:
         for _, text in self.added([encoded], **options):
             yield text
 
-    def added(
-        self, prompts: Sequence[str | list[int]], *, tokens: int = 200, seed: int = 0, **choices: Any
-    ) -> Iterator[tuple[int, str]]:
+    def added(self, prompts: Sequence[str | list[int]], **options: Any) -> Iterator[tuple[int, str]]:
         """Generate continuations of `prompts`, each a text or a list of tokens. Yield pairs: the index of a prompt, and
         the next part of the text of its continuation.
 
-        If the source is a model directory, the tokenizer adds its special tokens to a text. If the source is a run, no
-        special tokens are added, as in training. A list of tokens is used unchanged.
+        If the source is a model directory, the special tokens with which the tokenizer begins a text are prepended. If
+        the source is a run, no special tokens are added, as in training. A list of tokens is used unchanged.
 
-        A continuation has at most `tokens` tokens, and ends earlier at an end token. `choices`: fields of `Sampling`
-        that replace those of generation_config.json or, without such a file, those of `DEFAULTS`. The same seed gives
-        the same texts. Only tokens of the tokenizer and end tokens are drawn, even if the vocabulary of the model is
-        larger. Raises ConfigError for an empty text, or for a text with tokens that the model does not have.
+        `options`: `tokens`, `seed` and `choices` of `weft.train.texts.continuation_texts`. Raises ConfigError for an
+        empty text, or for a text with tokens that the model does not have.
         """
         encoded = [self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        rows = self.model_config.vocab_size
-        ends = self.generation.ends
-        among = torch.tensor(sorted(each for each in {*self.tokenizer.ids.tolist(), *ends} if each < rows))
-        options: Any = {"among": among, "generator": torch.Generator().manual_seed(seed)}
-        options["sampling"] = dataclasses.replace(self.generation.sampling or DEFAULTS, **choices)
-        chosen: list[list[int]] = [[] for _ in prompts]
-        # Decoders strip a blank from the first token they see, so the last tokens of the prompt are decoded too.
-        before = [np.asarray(each[-CONTEXT:], np.int64) for each in encoded]
-        shown = [self.tokenizer.decode(each) for each in before]
-        for step in continuations(self.model, encoded, ends=ends, most=tokens, **options):
-            for row, token in enumerate(step):
-                if token is None:
-                    continue
-                chosen[row].append(token)
-                text = self.tokenizer.decode(np.concatenate((before[row], chosen[row])))
-                if not text.endswith(UNFINISHED):
-                    yield row, text[len(shown[row]) :]
-                    shown[row] = text
+        yield from continuation_texts(
+            self.model,
+            encoded,
+            tokenizer=self.tokenizer,
+            generation=self.generation,
+            vocab_size=self.model_config.vocab_size,
+            **options,
+        )
 
     def answered(self, messages: Messages, **options: Any) -> Iterator[str]:
         """Yield the assistant's next message in a conversation, part by part. `options`: the options of `added`."""
@@ -193,9 +168,7 @@ class Source:
             yield part
 
     def _encoded(self, prompt: str) -> list[int]:
-        encoded = self.tokenizer.encode(prompt.encode())
-        if len(encoded) and self.run is None:
-            encoded = self.tokenizer.prompt(prompt)
+        encoded = self.tokenizer.prompt(prompt) if self.run is None else self.tokenizer.encode(prompt.encode())
         if not len(encoded):
             raise ConfigError("the prompt is empty: pass a text to continue")
         if (largest := int(encoded.max())) >= self.model_config.vocab_size:
@@ -210,3 +183,9 @@ class Source:
         assert self.run is not None
         refuse_own_task(self.run)
         return load_config(self.run / CONFIG)
+
+
+def origin_of_run(run: Path) -> Origin | None:
+    """Return the files of the published model with whose weights the run in a directory began. None if there are
+    none."""
+    return origin_of(run / ORIGIN) if (run / ORIGIN / OURS).is_file() else None

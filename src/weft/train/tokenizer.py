@@ -30,7 +30,8 @@ class Tokenizer(Protocol):
         ...
 
     def prompt(self, text: str) -> np.ndarray:
-        """Return the tokens of `text` as a prompt: with the special tokens that the tokenizer adds to a text."""
+        """Return the tokens of a prompt: the special tokens that begin a text, then the tokens of `text`. Empty if
+        `text` has no tokens."""
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -60,7 +61,7 @@ class BytesTokenizer:
 
 class HuggingFaceTokenizer:
     """The tokenizer of a Hugging Face tokenizer.json. The file's post-processor may add special tokens around a text:
-    `prompt` includes them, `encode` does not."""
+    `prompt` includes those before the text, `encode` none."""
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -97,8 +98,11 @@ class HuggingFaceTokenizer:
         return np.asarray(encoding.ids, dtype=np.uint32)
 
     def prompt(self, text: str) -> np.ndarray:
-        """Return the tokens of `text`, uint32, with the special tokens that the file's post-processor adds."""
-        return np.asarray(self._tokenizer.encode(text).ids, dtype=np.uint32)
+        """Return the tokens of a prompt, uint32: the special tokens that the file's post-processor puts before a text,
+        then the tokens of `text`. Empty if `text` has no tokens."""
+        encoding = self._tokenizer.encode(text)
+        own = np.flatnonzero(np.asarray(encoding.special_tokens_mask) == 0)
+        return np.asarray(encoding.ids[: 1 + own.max(initial=-1)], dtype=np.uint32)
 
     def placed(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the tokens of `text`, and the start and the end of each token as character positions in it."""

@@ -79,6 +79,7 @@ KINDS = {
             "biases": {"attention_bias": True, "mlp_bias": True},
             "tied": {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
             "padding token": {"pad_token_id": 3},
+            "padding token tied": {"pad_token_id": 3, "tie_word_embeddings": True},
             "linear": rope(rope_type="linear", factor=3.0),
             "llama3": rope(
                 rope_type="llama3",

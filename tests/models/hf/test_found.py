@@ -55,6 +55,9 @@ def test_a_tied_model_may_have_its_head_again_where_it_is_equal(tied):
     replace_tensors(tied, {**files, "lm_head.weight": embedding + 1})
     with pytest.raises(ConversionError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         hf.from_pretrained(tied)
+    with pytest.raises(ConversionError, match=r"lm_head\.weight differs"):
+        hf.convert(tied, tied.parent / "ours")
+    assert not (tied.parent / "ours").exists()
 
 
 def test_frequencies_of_older_releases_are_passed_over(tied):
@@ -280,6 +283,8 @@ def test_a_field_that_is_not_known_is_passed_over_where_it_is_named(tied, capsys
     assert main(["convert", str(tied.parent / "ours"), str(tied.parent / "back")]) == 0
     assert json.loads((tied.parent / "back" / "config.json").read_text())["mystery"] == 3
     assert capsys.readouterr().out.count(str(tied.parent)) == 2
+    assert main(["convert", str(tied.parent / "ours"), str(tied.parent / "more"), "--ignore-field", "mystery"]) == 2
+    assert "ignored=['mystery']" in capsys.readouterr().err and not (tied.parent / "more").exists()
 
 
 def with_company(directory):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
-from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter, make_directory, write_json
+from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter, write_json
 from weft.models.hf.families import config_of, family_for, opened, read_ours
 from weft.models.hf.family import shapes_of
 from weft.models.hf.origin import Origin, origin_of
@@ -29,7 +29,7 @@ def convert(
     The format of the directory `source` determines the direction. `target`: a new or empty directory. Weights stay
     bit-exact. Tensors are copied one after another, so the whole model is never in memory. Raises `ConversionError`,
     before anything is written, if the conversion is not possible. Only copies of a tensor that differ from each other
-    raise it later; the tensor files that were written until then are deleted.
+    raise it later; what was written until then is deleted.
 
     - `ignored`: unknown fields of config.json to ignore. Only for the conversion of Hugging Face files.
     - `model_type`: the family to write. Only for the conversion back. Default: the family from which the model was
@@ -38,6 +38,10 @@ def convert(
     source, target = Path(source), Path(target)
     refuse_used(target)
     if (source / OURS).exists():
+        if ignored:
+            raise ConversionError(
+                f"ignored={list(ignored)}: {source} is converted from weft's own format, which has no unknown fields"
+            )
         return _from_ours(source, target, model_type)
     if model_type is not None:
         raise ConversionError(
@@ -58,7 +62,6 @@ def _to_ours(source: Path, target: Path, ignored: Collection[str]) -> str:
     check_fits(shapes_of(cfg), places, files)
     origin = origin_of(source, ignored)
     assert origin is not None
-    make_directory(target)
     with TensorWriter(target) as writer:
         for name, place in places.items():
             room = writer.room(name, place.shape(files), files.dtype(place.names[0]))
@@ -77,7 +80,6 @@ def _from_ours(source: Path, target: Path, model_type: str | None) -> str:
     spelling = origin.spelling if origin is not None and own else Spelling()
     places = family.places(cfg, fused=spelling.fused)
     check_fits(shapes_of(cfg), {name: Same(name) for name in places}, files)
-    make_directory(target)
     with TensorWriter(target) as writer:
         write(places, ((name, files[name][:]) for name in places), Renamed(writer, spelling))
         if origin is not None and own:

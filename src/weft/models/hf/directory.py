@@ -140,8 +140,9 @@ def _read_index(path: Path) -> dict[str, str]:
 class TensorWriter:
     """Writes tensors into safetensors files. Each file has at most `file_bytes` bytes of tensors, or one larger tensor.
 
-    Use the writer in a `with` block. The files get their final names at the end of the block. If the block raises, the
-    files are deleted. No tensor is held in memory: each tensor is copied into a memory-mapped region of a file.
+    Use the writer in a `with` block, which creates the directory if it does not exist. The files get their final names
+    at the end of the block. If the block raises, the files are deleted, and so is a directory that the block created.
+    No tensor is held in memory: each tensor is copied into a memory-mapped region of a file.
     """
 
     def __init__(self, directory: Path, file_bytes: int = FILE_BYTES) -> None:
@@ -163,6 +164,8 @@ class TensorWriter:
         return file.room(name, shape, dtype)
 
     def __enter__(self) -> "TensorWriter":
+        self._is_new = not self.directory.exists()
+        make_directory(self.directory)
         return self
 
     def __exit__(
@@ -171,6 +174,8 @@ class TensorWriter:
         if error is not None:
             for file in self._files:
                 file.path.unlink(missing_ok=True)
+            if self._is_new:
+                self.directory.rmdir()
             return
         count = len(self._files)
         for file in self._files:

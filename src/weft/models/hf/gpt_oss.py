@@ -1,14 +1,11 @@
 """GPT-OSS (arXiv:2508.10925): attention with sinks, a window in some layers, and experts with biases."""
 
-from collections.abc import Sequence
-
 from weft.models.config import HybridConfig
 from weft.models.hf import llama, rope
-from weft.models.hf.family import Bound, Family, Raw, Table, check_layer_types, flat
+from weft.models.hf.family import Bound, Family, Raw, Table, windows_of, written_windows
 from weft.models.hf.llama import ATTENTION, COMMON
 from weft.models.hf.places import Half
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -41,15 +38,12 @@ EXPERTS: Table = {
 
 def read(raw: Raw) -> Raw:
     """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
-    layers, window = raw.get("num_hidden_layers", 36), raw.get("sliding_window", 128)
-    check_layer_types(raw, layers, (SLIDING, FULL), "gpt_oss")
-    kinds: Sequence[str] = raw.get("layer_types") or [FULL if number % 2 else SLIDING for number in range(layers)]
-    windowed = tuple(number for number, kind in enumerate(kinds) if kind == SLIDING)
+    layers = raw.get("num_hidden_layers", 36)
     absent = raw.get("rope_parameters") is None and not raw.get("rope_scaling")
     given = {**raw, "rope_parameters": YARN} if absent else raw
     return {
         "pattern": "[*E]" * layers,
-        "windowed": windowed if window else None,
+        **windows_of(raw, layers, "gpt_oss", lambda number: number % 2 == 0, raw.get("sliding_window", 128)),
         "attention_bias": "all" if raw.get("attention_bias", True) else "none",
         "attention_sinks": True,
         "hidden_act": "clamped_swiglu",
@@ -61,8 +55,7 @@ def read(raw: Raw) -> Raw:
 
 def write(cfg: HybridConfig) -> Raw:
     """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
-    windows = [cfg.window_of(number) for number in range(flat(cfg).count("*"))]
-    return {**llama.write(cfg), "layer_types": [FULL if each is None else SLIDING for each in windows]}
+    return {**llama.write(cfg), **written_windows(cfg)}
 
 
 GPT_OSS = Family(
@@ -76,7 +69,6 @@ GPT_OSS = Family(
         "num_attention_heads": ("num_attention_heads", 64),
         "num_key_value_heads": ("num_key_value_heads", 8),
         "head_dim": ("head_dim", 64),
-        "sliding_window": ("sliding_window", 128),
         "intermediate_size": ("moe_intermediate_size", 2880),
         "num_local_experts": ("num_experts", 128),
         "num_experts_per_tok": ("num_experts_per_tok", 4),

@@ -60,7 +60,7 @@ class Trunk:
     norm_order: str = choice("pre", ("pre", "post", "both"))
     """What is normalized in each layer: its input ("pre"), its output ("post"), or "both"."""
     pad_token_id: int | None = any_value(None)
-    """Token whose embedding gets no gradient; None: all embeddings get gradients."""
+    """Token whose embedding gets no gradient from inputs, only from a tied head; None: no such token."""
     tie_word_embeddings: bool = switch(False)
     """Whether the head uses the embedding's weight."""
     embedding_multiplier: float = positive(1.0)

@@ -1,45 +1,56 @@
 """Generates a sample after each validation: the model's continuation of `train.sample`."""
 
-from itertools import islice
+from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor, nn
 
-from weft.models import HybridConfig, HybridModel
-from weft.models.generate import Sampling, generate
+from weft.comm.backends import world
+from weft.comm.collectives import broadcast
+from weft.models import HybridModel
+from weft.models.hf.generation import generation_of
 from weft.train.config import TrainConfig
 from weft.train.modes import in_eval_mode
-from weft.train.sections.rules import require
+from weft.train.texts import continuation_texts
 from weft.train.tokenizer import load_tokenizer
 from weft.train.toml_values import show
 
 
 class Samples:
-    """Continues the prompt `train.sample`. All ranks generate each sample together.
-
-    Raises ConfigError for your own model, for data without a tokenizer, with `pp`, `cp` or `tp` above 1, and for a
-    prompt without tokens.
-    """
+    """Continues the prompt `train.sample` as `weft sample` continues it with the run. All ranks generate each sample
+    together. Raises ConversionError for invalid generation settings in the files of a loaded model."""
 
     def __init__(self, config: TrainConfig, model: HybridModel, device: torch.device) -> None:
-        prompt, sharding = config.train.sample, config.sharding
-        rule = "needs a model described by [model] and a tokenizer; leave it out"
-        require("train.sample", prompt, isinstance(config.model, HybridConfig) and config.data.kind != "tokens", rule)
-        for name, value in (("pp", sharding.pp), ("cp", sharding.cp), ("tp", sharding.tp)):
-            rule = f"each rank needs the whole model and whole sequences, and sharding.{name} = {value}; leave it out"
-            require("train.sample", prompt, value == 1, rule)
-        self._model, self._tokens = model, config.train.sample_tokens
-        self._tokenizer = load_tokenizer(config.data.tokenizer)
-        self._prompt = torch.tensor(self._tokenizer.prompt(prompt).astype(np.int64), device=device)[None]
-        require("train.sample", prompt, self._prompt.numel() > 0, "has no token; set it to some text")
-        self._among = torch.tensor(self._tokenizer.ids, device=device)
+        self._model, self._agreed, self._text = model, _Agreed(model, device), config.train.sample
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        self._prompt = tokenizer.encode(self._text.encode()).tolist()
+        self._options: Any = {
+            "tokenizer": tokenizer,
+            "generation": generation_of(model.origin),
+            "vocab_size": model.cfg.vocab_size,
+            "tokens": config.train.sample_tokens,
+        }
 
     def write(self) -> str:
         """Return the prompt with its greedy continuation. Collective."""
         with in_eval_mode(self._model):
-            chosen = generate(self._model, self._prompt, sampling=Sampling(temperature=0), among=self._among)
-            tokens = [int(token) for token in islice(chosen, self._tokens)]
-        return self._tokenizer.decode(np.array([*self._prompt[0].tolist(), *tokens]))
+            parts = continuation_texts(self._agreed, [self._prompt], temperature=0, **self._options)
+            return self._text + "".join(part for _, part in parts)
+
+
+class _Agreed(nn.Module):
+    """A model whose last logits are those of rank 0 on all ranks. Ranks whose logits differ by rounding would choose
+    different tokens, and one of them would end its continuation, and its collective calls, before the others."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.model, self.device = model, device
+
+    def forward(self, tokens: Tensor, *, cache: Any) -> Tensor:
+        """Return the logits of the next token, [B, 1, V]."""
+        logits = self.model(tokens.to(self.device), cache=cache)[:, -1:].contiguous()
+        broadcast(logits, world(), "the logits of a sample")
+        return logits.to(tokens.device)  # with `sharding.offload`, the parameters and the tokens are in CPU memory
 
 
 def in_one_line(step: int, text: str) -> str:

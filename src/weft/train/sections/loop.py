@@ -29,7 +29,7 @@ class LoopConfig:
     sample: str = ""
     """Text that the model continues after each validation, for the terminal and the report; empty: none."""
     sample_tokens: int = 64
-    """With `sample`: number of tokens to add, each the most likely one."""
+    """With `sample`: largest number of tokens to add, each the most likely one."""
     ema_decay: float = 0.0
     """Decay of a moving average of the weights, which is also validated and saved; 0: no average."""
     stop_after: int = 0
