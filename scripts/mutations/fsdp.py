@@ -43,8 +43,8 @@ MUTATIONS = [
     Mutation(
         "every holder registers the full parameters",
         "Unit._let_go",
-        "if each.computes or is_users(each): ...",
-        "...",
+        "not any(map(shows_full, self.holders))",
+        "not self.holders",
         BETWEEN + "test_between_a_forward_and_its_backward_a_module_shows_its_sharded_parameters[2-optim_grads_params]",
     ),
     # --- optimizers over many small parameters ------------------------------------------------------------------------
@@ -108,7 +108,7 @@ MUTATIONS = [
     ),
     Mutation(
         "staging memory is not freed",
-        "Plain.open",
+        "Plain.drop",
         "self.staging.give()",
         "",
         SEAMS + "test_transients.py::"
@@ -132,8 +132,8 @@ MUTATIONS = [
     Mutation(
         "computation does not wait for the update of model weights",
         "ParameterGroup.await_refresh",
-        "with torch.no_grad(): ...\nself.payload.open(self.full.local, self.copy)",
-        "self.payload.open(self.full.local, self.copy)",
+        "with torch.no_grad(): ...\nself.payload.drop()",
+        "self.payload.drop()",
         STREAMS + "test_weights_that_come_for_a_unit_that_does_not_run_are_awaited[2]",
     ),
     Mutation(

@@ -63,7 +63,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the memory of gathered quantized bytes is not freed",
-        "Narrow.open",
+        "Narrow.drop",
         "self.staging.give()",
         "",
         NARROW_BYTES,

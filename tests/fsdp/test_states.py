@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from tests.fsdp import nets
@@ -631,6 +632,21 @@ def fails_inside_a_blocks_backward(net: nets.Net) -> None:
         nets.loss_of(net, TOKENS).backward()
 
 
+def fails_at_the_beginning_of_a_backward(net: nets.Net) -> None:
+    loss, unit = nets.loss_of(net, TOKENS), net.blocks[1]._weft_unit
+    unit.sync_versions = throw  # as for gathered weights that were written to
+    with pytest.raises(Oops):
+        loss.backward()
+    del unit.sync_versions
+
+
+def fails_in_a_recomputation(net: nets.Net) -> None:
+    x = torch.ones(2, 13, requires_grad=True)
+    y = checkpoint(lambda x: net.blocks[1](net.blocks[0](x)), x, use_reentrant=False)
+    with hooked(net.blocks[0].up, throw), pytest.raises(Oops):
+        y.sum().backward()
+
+
 def fails_in_a_hook_of_a_gradient(net: nets.Net) -> None:
     loss = nets.loss_of(net, TOKENS)
     parameter = net.blocks[1]._weft_unit.groups[0].parameters[0].full
@@ -673,6 +689,8 @@ FAILURES = [
     fails_in_a_forward_that_needs_more_modules,
     fails_in_backward,
     fails_inside_a_blocks_backward,
+    fails_at_the_beginning_of_a_backward,
+    fails_in_a_recomputation,
     fails_in_a_hook_of_a_gradient,
     fails_in_a_hook_of_a_published_gradient,
     fails_in_a_backward_inside_of_a_forward,
@@ -733,6 +751,7 @@ def test_every_entry_begins_from_the_one_state_that_an_exception_leaves(failure,
     failure(net)
     passes = runtime_of(net).passes
     assert passes.current in (Pass.FAILED, Pass.IDLE)
+    assert runtime_of(net)._failure is None, "it keeps the tensors of the frames of its traceback"
     at_fault = passes.current
     if (FAILURES.index(failure) + ENTRIES.index(entry)) % 2:
         failure(net)

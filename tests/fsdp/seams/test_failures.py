@@ -1,10 +1,12 @@
 """An exception leaves one state behind, and everything that a user can do next begins from it."""
 
+import copy
 import gc
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -475,6 +477,59 @@ def test_a_forward_whose_end_fails_is_followed_by_others_like_any_that_fails():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@contextmanager
+def no_memory_once(failing: Transient) -> Iterator[None]:
+    """The next buffer for `failing` cannot be had; later ones can."""
+    take, failures = Pool.take, []
+
+    def fails_once(pool: Pool, transient: Transient) -> torch.Tensor:
+        if not failures and transient is failing:
+            failures.append(transient)
+            raise MemoryError
+        return take(pool, transient)
+
+    Pool.take = fails_once
+    try:
+        with pytest.raises(MemoryError):
+            yield
+    finally:
+        Pool.take = take
+
+
+@distributed(2)
+def test_held_weights_whose_renewal_found_no_memory_are_gathered_by_the_next_pass():
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = copy.deepcopy(plain)
+    for module in (*model, model):
+        weft.fully_shard(module)
+    sharded, rows = [*model.parameters()], torch.ones(2, 4)
+    for module in model:
+        module.unshard()
+    with torch.no_grad():
+        for mine, each in zip(sharded, plain.parameters()):
+            mine.mul_(2)
+            each.mul_(2)
+        with no_memory_once(unit_of(model[0]).groups[0].transient):
+            model(rows)
+        torch.testing.assert_close(model(rows), plain(rows))
+
+
+@distributed(2)
+def test_a_shared_message_for_which_there_is_no_memory_takes_none():
+    plain = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    model, rows = copy.deepcopy(plain), torch.ones(2, 4)
+    for module in model:
+        weft.fully_shard(module)
+    weft.fully_shard(model, runtime=weft.RuntimeOptions(bucket_bytes=1 << 20))
+    with torch.no_grad():
+        model(rows)  # its order is known from now on
+        with no_memory_once(unit_of(model[1]).groups[0].transient):
+            model(rows)
+        model.reset_iter_state()
+        assert [each["live"] for each in weft.memory_report(model)["transient"].values()] == [0, 0]
+        torch.testing.assert_close(model(rows), plain(rows))
+
+
 @distributed(2)
 def test_weights_whose_gather_found_no_memory_are_gathered_when_they_are_unsharded_again():
     """Of a unit with two groups, the second fails; and of a unit that shares a weight of another one."""
@@ -488,24 +543,10 @@ def test_weights_whose_gather_found_no_memory_are_gathered_when_they_are_unshard
     with torch.no_grad():
         model(torch.ones(1, 4))  # the memory comes from now on
 
-    take, failures = Pool.take, []
-
-    def fails_once(pool: Pool, transient: Transient) -> torch.Tensor:
-        if not failures and transient is failing.transient:
-            failures.append(transient)
-            raise MemoryError
-        return take(pool, transient)
-
-    Pool.take = fails_once
-    try:
-        for module in (owner, user):
-            failing = unit_of(module).groups[-1]
-            failures.clear()
-            with pytest.raises(MemoryError):
-                module.unshard()
-            assert failures and not any(unit_of(each).holders for each in model)
+    for module in (owner, user):
+        with no_memory_once(unit_of(module).groups[-1].transient):
             module.unshard()
-            assert all(map(torch.equal, module.parameters(), before[module]))
-            module.reshard()
-    finally:
-        Pool.take = take
+        assert not any(unit_of(each).holders for each in model)
+        module.unshard()
+        assert all(map(torch.equal, module.parameters(), before[module]))
+        module.reshard()
