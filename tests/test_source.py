@@ -193,7 +193,6 @@ def test_every_error_is_defined_in_one_module_under_one_base_class():
         ("train/data/cache.py", "Damaged"),
         ("train/files.py", "NotReadable"),
         ("train/run/failures.py", "Interrupted"),
-        ("train/run/failures.py", "Refused"),
     }
     assert {file for file, _ in defined - private} == {"errors.py"}
     classes = [getattr(errors, name) for name in errors.__all__]

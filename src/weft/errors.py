@@ -14,7 +14,7 @@
     overlap, pipelines   `TableError`                               `UndeclaredTensor`
     checkpoints          `CheckpointMismatch`                       `CheckpointError`, `CheckpointGone`, `StorageError`
     models               `PatternError`, `ConversionError`          `KernelError`
-    trainer              `ConfigError`, `NotReadable`,
+    trainer              `ConfigError`, `NotReadable`,               `RunFailed`
                          `TokensDamaged`
     debugging                                                       `StreamOrderError`
 
@@ -31,6 +31,7 @@ __all__ = [
     "KernelError",
     "NotReadable",
     "PatternError",
+    "RunFailed",
     "StorageError",
     "StreamOrderError",
     "TableError",
@@ -53,6 +54,13 @@ class CollectiveMismatch(WeftError, RuntimeError):
     """Ranks differ in their collectives, models or arguments, or a rank stopped while others waited for it.
 
     The message says how the ranks differ.
+    """
+
+
+class RunFailed(WeftError, RuntimeError):
+    """A run of the trainer cannot begin or continue, for example because ranks are missing or a connection was lost.
+
+    The message is one line.
     """
 
 

@@ -32,9 +32,10 @@ from tests.train.command import (
 )
 from weft.checkpoint import CheckpointError, verify
 from weft.checkpoint.storage import operation
+from weft.errors import RunFailed
 from weft.train.report import write_report
 from weft.train.run import meeting, worker
-from weft.train.run.failures import INTERRUPTED, NOT_BEGUN, Interrupted, Refused, in_one_line
+from weft.train.run.failures import INTERRUPTED, NOT_BEGUN, Interrupted, in_one_line
 from weft.train.run.output import _Steady
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
@@ -50,13 +51,13 @@ def test_waiting_names_the_missing_ranks_and_ends_after_the_patience(tmp_path, m
     monkeypatch.setattr(meeting, "FIRST_WORD_S", 0.2)
     said = []
     arguments = {"patience": 0.5, "stop": StopRequest(), "say": said.append}
-    with pytest.raises(Refused, match=r"waited 0\.5 s \(run\.patience\) in vain for ranks 0, 2 of 3"):
+    with pytest.raises(RunFailed, match=r"waited 0\.5 s \(run\.patience\) in vain for ranks 0, 2 of 3"):
         meeting.meet(f"file://{tmp_path / 'store'}", 1, 3, **arguments)
     assert said == ["waiting for ranks 0, 2 of 3"]
     port = free_port()
-    with pytest.raises(Refused, match=f"in vain for rank 0, which should listen on 127.0.0.1:{port}"):
+    with pytest.raises(RunFailed, match=f"in vain for rank 0, which should listen on 127.0.0.1:{port}"):
         meeting.meet(f"tcp://127.0.0.1:{port}", 1, 2, **arguments)
-    with pytest.raises(Refused, match="in vain for rank 1 of 2"):
+    with pytest.raises(RunFailed, match="in vain for rank 1 of 2"):
         meeting.meet(f"tcp://127.0.0.1:{port}", 0, 2, **arguments)
     stopped = {**arguments, "stop": Stopped()}
     with pytest.raises(Interrupted, match="stopped while waiting for rank 1 of 2"):
@@ -88,7 +89,7 @@ def test_a_port_that_is_taken_is_one_line():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(Refused, match=f"rank 0 cannot listen on 127.0.0.1:{port}"):
+        with pytest.raises(RunFailed, match=f"rank 0 cannot listen on 127.0.0.1:{port}"):
             meeting.meet(f"tcp://127.0.0.1:{port}", 0, 2, patience=1, stop=StopRequest(), say=print)
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from tests.train.command import free_port, metrics, wait_until, write_config
 from tests.train.kills import Starts, train_at
+from weft.errors import RunFailed
 from weft.train.run import meeting
-from weft.train.run.failures import Interrupted, Refused
+from weft.train.run.failures import Interrupted
 from weft.train.run.stop import StopRequest
 
 LIMIT_S = 4.0
@@ -60,11 +61,11 @@ def test_a_store_that_stops_before_or_in_the_meeting_is_named_and_the_wait_obeys
         assert holder.stdout.readline() == "listens\n"
         timer = threading.Timer(0.5, holder.send_signal, (signal.SIGSTOP,))
         timer.start()
-        with pytest.raises(Refused, match=f"in vain for {silent}"):
+        with pytest.raises(RunFailed, match=f"in vain for {silent}"):
             meet(patience=2)  # it stops while this rank waits for rank 0 to come
         assert said[0].startswith("waiting for rank 0")
         said.clear()
-        with pytest.raises(Refused, match=f"in vain for {silent}"):
+        with pytest.raises(RunFailed, match=f"in vain for {silent}"):
             meet()  # connections are taken as before
         assert said == [f"waiting for {silent}"]
         stop._request()

@@ -16,6 +16,7 @@ import weft
 from weft.checkpoint import CheckpointError, CheckpointMismatch, ModelState, OptimizerState, RandomState
 from weft.comm.backends import is_lost_connection
 from weft.comm.collectives import reduce_now
+from weft.errors import RunFailed
 from weft.models import HybridModel
 from weft.models.renumber import renumbered
 from weft.models.stages import Stages
@@ -36,7 +37,7 @@ from weft.train.record.samples import Samples, in_one_line
 from weft.train.report.account import Account
 from weft.train.report.live import LiveReport
 from weft.train.run.changes import changed
-from weft.train.run.failures import Interrupted, Refused, as_one_line
+from weft.train.run.failures import Interrupted, as_one_line
 from weft.train.run.opening import agree_to_begin, beginning, open_run_together
 from weft.train.run.process import end_with, memory_in_use, print_on, seed_all
 from weft.train.run.runs import ORIGIN, Run, remove_if_unused, resuming
@@ -200,7 +201,7 @@ class Trainer:
             raise
         except Exception as error:
             if is_lost_connection(error) and (why := self.watchdog.why()):
-                raise Refused(why) from error
+                raise RunFailed(why) from error
             self.watchdog.tell(as_one_line(error))
             raise
         finally:

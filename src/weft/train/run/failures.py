@@ -3,17 +3,13 @@
 import errno
 
 from weft.checkpoint import CheckpointError
-from weft.errors import StorageError
+from weft.errors import RunFailed, StorageError
 
 SUCCESS, FAILURE, WRONG_CALL, INTERRUPTED, NOT_BEGUN = range(5)
 """Exit codes. INTERRUPTED: the run was asked to stop, and its last step is saved. NOT_BEGUN: the run was asked to stop
 before it had anything to save."""
 
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-
-
-class Refused(RuntimeError):
-    """Ends a run with one line instead of a traceback."""
 
 
 class Interrupted(Exception):
@@ -31,9 +27,9 @@ def as_one_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str | None:
-    """Return a line that explains a CheckpointError, a Refused, failed storage or lack of memory. Return None for other
-    errors, which need their traceback."""
-    if isinstance(error, CheckpointError | Refused):
+    """Return a line that explains a CheckpointError, a RunFailed, failed storage or lack of memory. Return None for
+    other errors, which need their traceback."""
+    if isinstance(error, CheckpointError | RunFailed):
         return str(error)
     if isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE):
         where = f" ({error.filename})" if error.filename else ""

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from weft.train.run.failures import Interrupted, Refused
+from weft.errors import RunFailed
+from weft.train.run.failures import Interrupted
 from weft.train.run.stop import StopRequest
 from weft.words import counted
 
@@ -48,9 +49,9 @@ def meet(
     """Wait until all ranks have connected to the same store. Then call `begin` with the store, and return the store.
 
     `init_method`: the address of the store, file:///… or tcp://host:port. `say`: called during the wait, with lines
-    that name the missing ranks. Raises Refused if all this takes longer than `patience` seconds. The message names the
-    missing ranks or the store that does not answer. Raises Interrupted if this rank or another waiting rank is asked to
-    stop.
+    that name the missing ranks. Raises RunFailed if all this takes longer than `patience` seconds. The message names
+    the missing ranks or the store that does not answer. Raises Interrupted if this rank or another waiting rank is
+    asked to stop.
     """
     where = urlsplit(init_method)
     wait = _Wait(patience, stop, say, f"the store at {where.netloc or where.path}, which does not answer")
@@ -99,7 +100,7 @@ def _connect(host: str, port: int, rank: int, ranks: int, wait: "_Wait") -> dist
         try:
             store = dist.TCPStore(host, port, ranks, True, _STORE_TIMEOUT, wait_for_workers=False)
         except dist.DistNetworkError as error:
-            raise Refused(f"rank 0 cannot listen on {host}:{port} ({' '.join(str(error).split())[:200]})") from error
+            raise RunFailed(f"rank 0 cannot listen on {host}:{port} ({' '.join(str(error).split())[:200]})") from error
     else:
         while not _answers(host, port):
             if wait.stop.requested:
@@ -149,7 +150,7 @@ class _Wait:
     def answer(self, question: Callable[[], Answer]) -> Answer:
         """Call `question` in a thread, because the store that it asks may never answer. Return the result.
 
-        Raises Interrupted if this rank is asked to stop meanwhile, and Refused if `patience` runs out.
+        Raises Interrupted if this rank is asked to stop meanwhile, and RunFailed if `patience` runs out.
         """
         answers: list[Answer] = []
         errors: list[BaseException] = []
@@ -173,10 +174,10 @@ class _Wait:
 
     def on(self, whom: Callable[[], str]) -> None:
         """Sleep for a moment. After 5 seconds, and then once a minute, print that this rank waits for `whom()`. Raises
-        Refused if `patience` has run out."""
+        RunFailed if `patience` has run out."""
         waited = time.monotonic() - self.started
         if waited > self.patience:
-            raise Refused(f"waited {self.patience:g} s (run.patience) in vain for {whom()}")
+            raise RunFailed(f"waited {self.patience:g} s (run.patience) in vain for {whom()}")
         if waited > self.next_word:
             self.say(f"waiting for {whom()}")
             self.next_word = waited + NEXT_WORD_S

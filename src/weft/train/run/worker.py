@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from weft.checkpoint import CheckpointError
 from weft.comm.backends import is_lost_connection
+from weft.errors import RunFailed
 from weft.train.config import load_config
 from weft.train.errors import ConfigError, is_refusal
 from weft.train.loop import Trainer
@@ -22,7 +23,6 @@ from weft.train.run.failures import (
     SUCCESS,
     WRONG_CALL,
     Interrupted,
-    Refused,
     as_one_line,
     in_one_line,
 )
@@ -91,8 +91,8 @@ class _Rank:
         """Report why this rank ends, to `weft train` if it started the rank, else to stderr. Return the exit code."""
         if self.watchdog is not None and not self.trains:
             if not self.supervised and is_lost_connection(error) and (why := self.watchdog.why()):
-                error = Refused(why)
-            elif not isinstance(error, Refused):
+                error = RunFailed(why)
+            elif not isinstance(error, RunFailed):
                 self.watchdog.tell(as_one_line(error))
         line = in_one_line(error)
         kind: Kind = "failure" if line is None else "ended"
@@ -110,7 +110,7 @@ class _Rank:
 
     def end_hanging(self, line: str) -> None:
         """End this rank for the reason `line`. The watchdog's thread calls this, because the main thread may hang."""
-        self.end(self.explain(Refused(line)))
+        self.end(self.explain(RunFailed(line)))
 
     @staticmethod
     def end(code: int) -> NoReturn:
