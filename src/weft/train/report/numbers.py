@@ -11,11 +11,11 @@ Curve = list[tuple[float, float]]
 
 
 def memory_groups(memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> dict[str, dict[str, float]]:
-    """Return group -> role (such as "weights") -> bytes, without roles of 0 bytes. The groups are "at rest" and "peak
-    in a step".
+    """Return group -> role (such as "weights") -> bytes, without roles of 0 bytes and without empty groups.
 
-    `memory`: the result of `weft.memory_report`, or a list with one result for each rank of a pipeline. A plain mapping
-    role -> bytes becomes the group "by role".
+    `memory`: the result of `weft.memory_report`, which gives the groups "at rest" and "peak in a step"; or a list with
+    one result for each rank of a pipeline, which gives these groups for each rank, such as "rank 0, at rest". A plain
+    mapping role -> bytes becomes the group "by role".
     """
     if not memory:
         return {}
