@@ -307,7 +307,8 @@ class HybridModel(nn.Module):
                 whose rotation depends on the length of the sequence. The logits are then equal to those of one call
                 with the sequence up to these `tokens`. A call that changes the rotation of earlier positions recomputes
                 these positions.
-            documents: the documents and the padding in the rows. No information passes between documents. The label at
+            documents: the documents and the padding in the rows. No information passes between documents,
+                except in routers: auxiliary losses and capacities of experts are computed over whole rows. The label at
                 a document's last position is ignored (for the exception see `Documents.continues`).
             depths: if True, return only a list with the logits of each prediction depth (see `prediction_logits`).
 

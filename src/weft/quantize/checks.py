@@ -46,7 +46,7 @@ def check_weight(
 
 
 def _suits(recipe: Quantization, module: nn.Module | None, attribute: str) -> bool:
-    """Return whether `suits` allows quantization of the parameter `attribute` of `module`."""
+    """Return whether the class of `module` permits quantization of its parameter `attribute`, of any dimensions."""
     if (multiplied := getattr(module, "multiplied_parameters", None)) is not None:
         return attribute in multiplied
     if recipe.is_scaled:
