@@ -278,6 +278,23 @@ def test_what_is_recomputed_is_what_was_asked_for():
     assert calls_of(LoopConfig(**on, keep_products=True)) == (8, 8)
 
 
+class Grouped(nn.Linear):
+    """A product per half of the rows, as of two experts, and a function of it."""
+
+    def forward(self, x):
+        ends = torch.tensor([4, 8], dtype=torch.int32)
+        return nn.functional.gelu(torch._grouped_mm(x, self.weight.expand(2, 8, 8).contiguous(), ends))
+
+
+@pytest.mark.parametrize(("keeps", "times"), [(False, 2), (True, 1)])
+def test_products_of_experts_are_kept_as_others_are(keeps, times):
+    model = nn.Sequential(*(Grouped(8, 8) for _ in range(4)))
+    prepare(outermost(repeated_blocks(model)), LoopConfig(activation_checkpointing=True, keep_products=keeps))
+    with Calls() as calls:
+        model(torch.ones(8, 8, requires_grad=True)).backward(torch.ones(8, 8))
+    assert calls.counts[torch.ops.aten._grouped_mm.default] == 4 * (times + 2)
+
+
 def compiled(path, folder):
     plain, graphs = fit(path, folder / "plain"), torch._dynamo.utils.counters["stats"]["unique_graphs"]
     found = fit(path, folder / "compiled", ["train.compile=eager"])

@@ -302,6 +302,10 @@ def test_operations_are_those_of_the_products_and_of_attention():
         model(torch.ones(3, 8)).sum().backward()
     weights = 8 * 16 + 16 * 4
     assert found.total == 2 * 3 * weights + 2 * 3 * weights + 2 * 3 * 16 * 4, "the input needs no gradient"
+    experts, ends = torch.ones(3, 16, 8, requires_grad=True), torch.tensor([4, 8, 12], dtype=torch.int32)
+    with Operations() as found:
+        torch._grouped_mm(torch.ones(12, 16, requires_grad=True), experts, ends).backward(torch.ones(12, 8))
+    assert found.total == 3 * 2 * 12 * 16 * 8
     query = torch.ones(2, 4, 16, 8, requires_grad=True)
     with Operations() as found:
         nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()

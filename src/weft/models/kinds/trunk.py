@@ -76,8 +76,8 @@ class Trunk:
     recompute: tuple[str, ...] = declared(
         (), lambda stages: set(stages) <= {"attend", "experts"}, "some of 'attend' and 'experts'", False
     )
-    """Parts of each layer whose activations are recomputed in backward, not saved: "attend" (everything before the
-    experts or the MLP), "experts" (the experts or the MLP)."""
+    """Parts of each layer whose activations are recomputed in backward, not saved: "attend" (the symbols before `-` or
+    `E`), "experts" (the routed experts or the MLP, without norms)."""
 
     def __init_subclass__(cls, kind: Kind | None = None, **more: Any) -> None:
         super().__init_subclass__(**more)

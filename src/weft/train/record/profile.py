@@ -60,8 +60,8 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **(options or {}))
         packet = function._overloadpacket
-        if packet in _ATTENTION:
-            self.counts[_name(packet)] += _ATTENTION[packet](*arguments)
+        if packet in _MORE:
+            self.counts[_name(packet)] += _MORE[packet](*arguments)
         elif packet in flop_registry:
             count: Any = flop_registry[packet]
             self.counts[_name(packet)] += count(*arguments, **(options or {}), out_val=result)
@@ -84,6 +84,11 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
     return sdpa_backward_flop_count(gradient.shape, query.shape, *_as_many_heads(query, key, value))
 
 
+def _grouped(one: Any, other: Any, *_: Any) -> int:
+    matrices = one.shape[0] if one.ndim == other.ndim == 3 else 1  # otherwise the groups divide one of the dimensions
+    return int(2 * matrices * one.shape[-2] * one.shape[-1] * other.shape[-1])
+
+
 def _as_many_heads(query: Any, *others: Any) -> list[tuple[int, ...]]:
     """Return the shapes of `others`, [B, heads, S, C], with the number of heads of `query`. The FLOP formulas of torch
     2.11 do not support fewer heads of keys and values than of queries."""
@@ -91,9 +96,10 @@ def _as_many_heads(query: Any, *others: Any) -> list[tuple[int, ...]]:
 
 
 _KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-_ATTENTION: dict[Any, Any] = {
+_MORE: dict[Any, Any] = {
     getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{direction}"): count
     for kernel in _KERNELS
     for direction, count in (("", _attention), ("_backward", _attention_backward))
-}
-"""FLOP formulas of attention. torch has none for CPU kernels. For CUDA, the formulas of torch 2.11 lack GQA."""
+} | {torch.ops.aten._grouped_mm: _grouped}
+"""FLOP formulas that torch lacks: of grouped products and of attention on CPU. The formulas of torch 2.11 for attention
+on CUDA lack GQA."""

@@ -17,6 +17,7 @@ from weft.words import choice_of
 _aten = torch.ops.aten
 PRODUCTS = [
     *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default),
+    *(_aten._grouped_mm.default, _aten._scaled_mm.default),
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
