@@ -118,7 +118,7 @@ def test_copies_without_a_place_or_without_room_are_refused_in_one_line(pool, tm
     assert line.startswith("checkpoint.memory_every = 3: only `weft train --ranks N --restarts M` keeps copies")
     line = pool.run(1, refused_without_room, path, tmp_path / "run", tmp_path / "memory")[0]
     assert re.fullmatch(
-        r"checkpoint\.memory_every = 3: two copies of [\d.]+ kB do not fit into the 40\.0 kB of free space in .*; "
+        r"checkpoint\.memory_every = 3: two copies of [\d.]+ kB do not fit into the 40\.0 kB that they may take in .*; "
         r"free space there, or set checkpoint\.memory_every = 0",
         line,
     ), line

@@ -338,4 +338,12 @@ def test_two_copies_with_moments_must_fit():
         patch.setattr(shutil, "disk_usage", lambda path: usage(free=95))
         with pytest.raises(ConfigError, match="two copies of 48 bytes"):
             saver.check_room()
+        saver.copy(3)
+        saver.close()
+        saver = saves(Path(folder), [])  # restarts, and has the first copy
+        patch.setattr(shutil, "disk_usage", lambda path: usage(free=48))
+        saver.check_room()
+        patch.setattr(shutil, "disk_usage", lambda path: usage(free=47))
+        with pytest.raises(ConfigError, match="two copies of 48 bytes"):
+            saver.check_room()
         saver.close()

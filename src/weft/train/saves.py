@@ -99,13 +99,14 @@ class Saves:
         weights = sum(size for name, size in sizes.items() if name.startswith("model."))
         moments = sum(size for name, size in sizes.items() if name.startswith("optimizer."))
         needed = sum(sizes.values()) + (0 if moments else _MOMENTS * weights)
-        free = broadcast_object([shutil.disk_usage(self.copies.directory).free], what="the room in memory")[0]
-        if 2 * needed > free:
+        copied = self.copies.latest() is not None  # a run that restarts has one of the two already
+        free = shutil.disk_usage(self.copies.directory).free + copied * needed
+        room = broadcast_object([free], what="the room in memory")[0]
+        if 2 * needed > room:
             raise ConfigError(
                 f"checkpoint.memory_every = {self._config.memory_every}: two copies of {readable_size(needed)} do not "
-                f"fit into the {readable_size(free)} of free space in {self.copies.directory.parent}; free space "
-                f"there, "
-                "or set checkpoint.memory_every = 0"
+                f"fit into the {readable_size(room)} that they may take in {self.copies.directory.parent}; free space "
+                f"there, or set checkpoint.memory_every = 0"
             )
 
     def save(self, step: int, *, best_step: int, committed: Callable[[], None]) -> bool:
