@@ -245,6 +245,66 @@ def test_another_optimizer_is_an_error(tmp_path):
     assert len(other.state) == 6
 
 
+@pytest.mark.parametrize("different", ["class", "groups"])
+def test_another_optimizer_is_an_error_that_leaves_the_model_as_it_was(tmp_path, different):
+    model, optimizer = make(sharded=False)
+    step(model, optimizer)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)})
+    model, optimizer = make(sharded=False)
+    first, *others = model.parameters()
+    if different == "class":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others}])
+    before = everything(model, optimizer)
+    with pytest.raises(CheckpointMismatch, match="another optimizer" if different == "class" else "differently"):
+        manager.load({"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)})
+    after = everything(model, optimizer)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+def plain_optimizer(rows, dtype=torch.float32):
+    model = nn.Linear(4, rows, bias=False, dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer, OptimizerState(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "said"),
+    [
+        (8, torch.float32, r"weight \(float32 \[4, 4\], here float32 \[8, 4\]\)"),
+        (4, torch.float64, r"weight \(float32 \[4, 4\], here float64 \[4, 4\]\)"),
+    ],
+)
+def test_optimizer_state_of_another_shape_or_dtype_is_an_error(tmp_path, rows, dtype, said):
+    model, optimizer, state = plain_optimizer(4)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"optimizer": state})
+    _, optimizer, state = plain_optimizer(rows, dtype)
+    with pytest.raises(CheckpointMismatch, match=said):
+        manager.load({"optimizer": state})
+    assert not optimizer.state
+
+
+def test_a_checkpoint_without_the_shapes_of_the_optimizer_s_parameters_is_still_read(tmp_path):
+    model, optimizer, state = plain_optimizer(4)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    saved = state.state_dict()
+    for group in saved["groups"]:
+        del group["shapes"]
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"optimizer": saved})
+    _, other, state = plain_optimizer(4)
+    manager.load({"optimizer": state})
+    moments = [[each["exp_avg"] for each in both.state.values()] for both in (optimizer, other)]
+    assert moments[0][0].any() and all(map(torch.equal, *moments))
+
+
 def test_debris_is_ignored_and_removed_by_the_next_save(tmp_path):
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"numbers": {"value": torch.ones(2)}}, asynchronous=False)
@@ -302,11 +362,54 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path, monkeypatch):
     os.waitpid(worker, 0)
 
 
-def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (nn.Linear(2, 2), r"'thing.value' is a Linear"),
+        (bytearray(2), r"'thing.value' is a bytearray.* Convert it, or leave it out"),
+        (torch.strided, r"'thing.value' is a layout"),
+        (torch.contiguous_format, r"'thing.value' is a memory_format"),
+        ([1, (2, bytearray(2))], r"'thing.value' contains a bytearray"),
+        ([torch.eye(2).to_sparse()], r"'thing.value' contains a Tensor"),
+        (torch.eye(2).to_sparse(), r"'thing.value' is a Tensor with torch.sparse_coo .*to_dense\(\)"),
+        (torch.ones(2, device="meta"), r"'thing.value' is a Tensor .*on meta"),
+        (torch.ones(2).as_subclass(Subclass), r"'thing.value' is a Subclass"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, value, said):
     manager = CheckpointManager(tmp_path)
-    with pytest.raises(TypeError, match=r"'thing\.value' is a Linear"):
-        manager.save(1, {"thing": {"value": nn.Linear(2, 2)}})
+    with pytest.raises(TypeError, match=said):
+        manager.save(1, {"thing": {"value": value}})
     assert manager.steps() == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantized_tensor_is_not_saved(tmp_path):
+    value = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    with pytest.raises(TypeError, match=r"'thing.value' is a Tensor .*torch.qint8 .*dequantize\(\)"):
+        CheckpointManager(tmp_path).save(1, {"thing": {"value": value}})
+
+
+@distributed(1)
+def test_an_optimizer_that_keeps_sharded_tensors_in_lists_is_not_saved(tmp_path):
+    model, _ = make()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def loss():
+        optimizer.zero_grad()
+        (result := model(torch.ones(4, 5)).square().sum()).backward()
+        return result
+
+    optimizer.step(loss)
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(TypeError, match=r"'optimizer.state.0.weight.[a-z_]+' contains a DTensor"):
+            manager.save(1, {"optimizer": OptimizerState(model, optimizer)})
+        assert manager.steps() == []
 
 
 def test_the_error_of_a_background_save_surfaces_and_older_checkpoints_stay(tmp_path, monkeypatch):
@@ -372,6 +475,26 @@ def test_a_rank_that_cannot_compute_its_checksums_is_reported_on_every_rank(pool
     for said, steps in pool.run(2, fail_to_measure_on_rank_1, tmp_path, timeout=20):
         assert "No space left on device" in said
         assert steps == []
+
+
+def fail_to_copy_on_rank_1(directory, asynchronous):
+    manager = CheckpointManager(directory)
+    value = nn.Linear(2, 2) if dist.get_rank() == 1 else torch.ones(2)
+    try:
+        manager.save(1, {"thing": {f"rank{dist.get_rank()}": value}}, asynchronous=asynchronous)
+        manager.wait()
+    except Exception as error:
+        manager.save(2, {"thing": {"value": torch.ones(2)}})
+        manager.close()
+        return type(error), str(error), manager.steps()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_rank_that_cannot_copy_its_state_is_reported_on_every_rank(pool, tmp_path, asynchronous):
+    (other, said, steps), own = pool.run(2, fail_to_copy_on_rank_1, tmp_path, asynchronous, timeout=20)
+    assert (other, steps) == (RuntimeError, [2])
+    assert said.startswith("rank 1: TypeError: the state 'thing.rank1' is a Linear")
+    assert own == (TypeError, said.removeprefix("rank 1: TypeError: "), [2])
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "changed"])

@@ -17,7 +17,7 @@ from weft.words import listed
 _ZIP = b"PK\x03\x04"
 """The first bytes of a zip archive."""
 Stored = TensorStorageMetadata | BytesStorageMetadata
-_SHOWN = 20
+SHOWN = 20
 """The largest number of keys in each list of an error message."""
 
 _BARE_STORAGE = "torch.storage UntypedStorage"
@@ -90,15 +90,15 @@ def compare(
     """
     complaints = []
     if missing := [key for key in live if key not in stored]:
-        complaints.append(f"missing in the checkpoint: {listed(sorted(missing), _SHOWN)}")
+        complaints.append(f"missing in the checkpoint: {listed(sorted(missing), SHOWN)}")
     if unexpected := [key for key in stored if key not in live and key not in elsewhere]:
-        complaints.append(f"unexpected in the checkpoint: {listed(sorted(unexpected), _SHOWN)}")
+        complaints.append(f"unexpected in the checkpoint: {listed(sorted(unexpected), SHOWN)}")
     if different := [
-        f"{key} ({_shape(stored[key])}, here {_shape(value)})"
+        f"{key} ({shape_of(stored[key])}, here {shape_of(value)})"
         for key, value in live.items()
-        if key in stored and _shape(stored[key]) != _shape(value)
+        if key in stored and shape_of(stored[key]) != shape_of(value)
     ]:
-        complaints.append(f"different: {listed(sorted(different), _SHOWN)}")
+        complaints.append(f"different: {listed(sorted(different), SHOWN)}")
     if complaints:
         raise CheckpointMismatch(
             f"{checkpoint} does not fit the model and options of this run: {'; '.join(complaints)}; "
@@ -113,7 +113,8 @@ def stored_below(metadata: Metadata, prefix: str) -> dict[str, Stored]:
     }
 
 
-def _shape(value: Any) -> str:
+def shape_of(value: Any) -> str:
+    """Return the dtype and shape of a live or stored tensor, such as "float32 [8, 4]"."""
     if isinstance(value, TensorStorageMetadata):
         return f"{str(value.properties.dtype).removeprefix('torch.')} {list(value.size)}"
     if isinstance(value, torch.Tensor):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from weft.checkpoint import directory as folder
 from weft.checkpoint import probe
@@ -135,11 +135,18 @@ class CheckpointManager:
 
         Raises CheckpointError if a checkpoint of `step` already exists, unless the last `load` skipped that checkpoint.
         In this case, `save` renames the skipped checkpoint and saves the new one. Also raises CheckpointError if
-        another run still holds the directory after 30 seconds.
+        another run still holds the directory after 30 seconds. If one rank cannot copy its state, every rank raises an
+        error: that rank the original one, such as a TypeError that names a value that could not be loaded, and the
+        others a RuntimeError with its message, or the same error if it is one of weft's.
         """
         self.wait()
         self._prepare(step)
-        staged = self._stager.stage(self._flat(state))
+        failed: Exception | None = None
+        try:
+            staged = self._stager.stage(self._flat(state))
+        except Exception as error:
+            failed = error
+        self._raise_everywhere(failed)  # before any rank begins to write and waits for the others
         if not asynchronous:
             self._write(step, staged, committed)
             return
@@ -198,8 +205,8 @@ class CheckpointManager:
         With `step`, raises CheckpointError if the checkpoint does not exist, is damaged or belongs to another run.
         Without `step`, raises it only if no checkpoint can be loaded. A damaged checkpoint may already have filled a
         part of `state`. Raises CheckpointMismatch, before `state` is changed, if keys, shapes or dtypes in `state`
-        differ from the stored ones. The message lists the missing keys, the unexpected keys and the keys with another
-        shape or dtype, at most 20 of each.
+        differ from the stored ones, or if an optimizer's class or parameter groups do. The message lists the missing
+        keys, the unexpected keys and the keys with another shape or dtype, at most 20 of each.
 
         An error in an object's `load_state_dict` is raised unchanged on the rank where it occurs. The other ranks raise
         the same error if it is one of weft's errors. For any other error, they raise a RuntimeError whose message gives
@@ -268,21 +275,23 @@ class CheckpointManager:
             compare(str(path), expected, stored, everywhere)
         except CheckpointMismatch as error:
             mismatch = error
-        for found in self._of_all(mismatch, self._group):
-            if found is not None:
-                raise found
+        self._raise_everywhere(mismatch)
 
-        planner = LoadPlanner()
-        with plain_errors():
-            dcp.load(
-                expected,
-                storage_reader=Reader(path, manifest, metadata),
-                planner=planner,
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
-        loaded = {**expected, **planner.loaded}
+        reader = Reader(path, manifest, metadata)
+        tensors = {key: value for key, value in expected.items() if isinstance(stored[key], TensorStorageMetadata)}
+        # Plain data first, because objects compare it before a tensor of `state` is overwritten.
+        plain = self._read({key: value for key, value in expected.items() if key not in tensors}, reader)
         failed: Exception | None = None
+        for name, value in state.items():
+            if hasattr(value, "check_load"):
+                prefix = templates[name][0]
+                try:
+                    value.check_load({key.removeprefix(prefix): plain[key] for key in plain if key.startswith(prefix)})
+                except Exception as error:  # the object cannot load it; the checkpoint is intact
+                    failed = failed or error
+        self._raise_everywhere(failed)
+
+        loaded = {**plain, **self._read(tensors, reader)}
         for name, value in state.items():
             prefix, template = templates[name]
             content = unflatten(template, loaded, prefix)
@@ -295,12 +304,20 @@ class CheckpointManager:
                     value.update(content)
             except Exception as error:  # the object cannot load it; the checkpoint is intact
                 failed = failed or error
-        told = failed  # raised on the other ranks, so replaced below if it may not be picklable
-        if failed is not None and not type(failed).__module__.startswith("weft."):
-            told = RuntimeError(f"rank {self.rank}: {type(failed).__name__}: {one_line(failed)}")
-        for found in self._of_all(told, self._group):
-            if found is not None:
-                raise failed or found
+        self._raise_everywhere(failed)
+
+    def _read(self, entries: dict[str, Any], reader: Reader) -> dict[str, Any]:
+        """Return `entries` with the stored values. Tensors are filled in place."""
+        planner = LoadPlanner()
+        with plain_errors():
+            dcp.load(
+                entries,
+                storage_reader=reader,
+                planner=planner,
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        return {**entries, **planner.loaded}
 
     def _flat(self, state: Mapping[str, Any]) -> dict[str, Any]:
         flat: dict[str, Any] = {}
@@ -399,6 +416,16 @@ class CheckpointManager:
         if group is None:
             return [value]
         return exchange_objects(value, group, "a checkpoint", watched=group is not self._writers)
+
+    def _raise_everywhere(self, failed: Exception | None) -> None:
+        """Raise an error on every rank if one rank has `failed`. Errors that are not weft's may not be picklable, so
+        the other ranks raise a RuntimeError in their place."""
+        told = failed
+        if failed is not None and not type(failed).__module__.startswith("weft."):
+            told = RuntimeError(f"rank {self.rank}: {type(failed).__name__}: {one_line(failed)}")
+        for found in self._of_all(told, self._group):
+            if found is not None:
+                raise failed or found
 
     def _on_first_rank(self, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
         """Run `action` on the first rank. All ranks of `group` (default: `_group`) receive its result or its error."""

@@ -15,6 +15,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan,
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from weft.checkpoint.loading import unpack
+from weft.checkpoint.manifest import one_line
+
 
 def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings with string keys into one dictionary, and join nested keys by dots.
@@ -87,8 +90,8 @@ class Stager:
         """Copy the values in `flat` to host memory, and return the copy when it is complete. Only this rank's part of a
         sharded tensor is copied.
 
-        Raises TypeError for a value that is neither a tensor nor plain data (numbers, strings, lists, tuples,
-        dictionaries, None): loading it would have to run code from the checkpoint.
+        Raises TypeError for a value that is neither a dense tensor nor plain data (numbers, strings, bytes, lists,
+        tuples, dictionaries, None): a load would refuse it.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(flat))
@@ -105,12 +108,16 @@ class Stager:
                 assert isinstance(source, torch.Tensor)
                 on_accelerator |= source.device.type != "cpu"
                 data[item.index] = self._host_copy(item.index, source.detach())
+                if type(data[item.index]) is not torch.Tensor:
+                    raise _unloadable(item.index.fqn, source)
             items.append(item)
         if on_accelerator:
             torch.accelerator.synchronize()
         return Staged(items, data)
 
     def _host_copy(self, index: MetadataIndex, source: torch.Tensor) -> torch.Tensor:
+        if source.layout != torch.strided or source.is_quantized or source.is_meta:
+            raise _unloadable(index.fqn, source)
         if source.device.type == "cpu":
             return source.clone(memory_format=torch.contiguous_format)
         target = self._pinned.get(index)
@@ -127,15 +134,43 @@ def _is_empty_part(item: WriteItem) -> bool:
     return math.prod(item.tensor_data.chunk.sizes) == 0 < math.prod(item.tensor_data.size)
 
 
+def _unloadable(key: str, tensor: torch.Tensor) -> TypeError:
+    return TypeError(
+        f"the state {key!r} is a {type(tensor).__name__} with {tensor.layout} and {tensor.dtype} on {tensor.device}, "
+        f"which a load would refuse: a checkpoint can hold only dense tensors. Convert it, for example with "
+        f"to_dense() or dequantize()"
+    )
+
+
 def _plain_bytes(key: str, value: Any) -> io.BytesIO:
+    try:
+        return _packed(value)
+    except Exception as error:
+        culprit = _culprit(value)
+        what = "is a" if culprit is value else "contains a"
+        raise TypeError(
+            f"the state {key!r} {what} {type(culprit).__name__}, which a load would refuse ({one_line(error)}): a "
+            f"checkpoint can hold only dense tensors and plain data (numbers, strings, bytes, lists, tuples, "
+            f"dictionaries, None). Convert it, or leave it out; a DTensor must be a value of its own in a dictionary "
+            f"with string keys"
+        ) from error
+
+
+def _packed(value: Any) -> io.BytesIO:
+    """Return the bytes of `value`, which have been read once as a load reads them. Raises if a load would."""
     stream = io.BytesIO()
     torch.save(value, stream)
-    stream.seek(0)
-    try:
-        torch.load(stream, weights_only=True)
-    except Exception as error:
-        raise TypeError(
-            f"the state {key!r} is a {type(value).__name__}; a checkpoint can hold only tensors and plain data"
-        ) from error
+    unpack(stream)
     stream.seek(0)
     return stream
+
+
+def _culprit(value: Any) -> Any:
+    """Return the innermost part of `value` that cannot be loaded. `value` itself cannot."""
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for part in parts:
+        try:
+            _packed(part)
+        except Exception:
+            return _culprit(part)
+    return value

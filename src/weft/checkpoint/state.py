@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from weft.checkpoint.loading import CheckpointMismatch, Stored
+from weft.checkpoint.loading import SHOWN, CheckpointMismatch, Stored, shape_of
 from weft.comm.groups import exchange_objects
 from weft.mesh import parts_of
 from weft.optim.flat import FlatOptimizer
+from weft.words import listed
 
 
 @runtime_checkable
@@ -24,10 +25,13 @@ class Stateful(Protocol):
     dictionary of the same structure, which contains these tensors and the other stored values.
 
     The other members are optional. A load calls `prepare_load(stored)` before `state_dict`. `stored` maps the key of
-    each stored entry of the object to the metadata of the entry. `per_rank = True` means that each rank saves and loads
-    its own state. If an object with `per_rank` is loaded on another number of ranks, the load calls
-    `load_from_other_ranks(state, rank, ranks)` instead of `load_state_dict`. `state` is the state that rank 0
-    saved, `rank` is this rank, and `ranks` is the new number of ranks.
+    each stored entry of the object to the metadata of the entry. After `state_dict`, and before any tensor is filled, a
+    load calls `check_load(plain)`, which raises CheckpointMismatch if the object cannot load the checkpoint. `plain`
+    maps the key of each entry that is not a tensor to its stored value.
+
+    `per_rank = True` means that each rank saves and loads its own state. If an object with `per_rank` is loaded on
+    another number of ranks, the load calls `load_from_other_ranks(state, rank, ranks)` instead of `load_state_dict`.
+    `state` is the state that rank 0 saved, `rank` is this rank, and `ranks` is the new number of ranks.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -79,8 +83,13 @@ class OptimizerState:
         self.groups = [[_plain_name(name) for name, _ in group] for group in grouped]
         self.parameters = {_plain_name(name): parameter for group in grouped for name, parameter in group}
         self._given = {_plain_name(name): name for group in grouped for name, _ in group}
-        self._all_names = _over_stages(model, self.groups)
+        # On all pipeline stages. The shapes are saved too, because an optimizer may keep state of any shape: a state's
+        # own shape does not show whether it belongs to other weights.
+        self._all_shapes = _over_stages(
+            model, [{_plain_name(name): shape_of(parameter) for name, parameter in group} for group in grouped]
+        )
         self._targets: dict[str, dict[str, Any]] | None = None
+        self._filled: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
         state, self._targets = self._targets, None  # used by one load only; later saves return the optimizer's state
@@ -113,20 +122,24 @@ class OptimizerState:
                     target = target.setdefault(each, {})
                 target[field] = _room_for(field, value, self.parameters[name])
         self._targets = targets
+        self._filled = list(targets)
+
+    def check_load(self, plain: Mapping[str, Any]) -> None:
+        """Raise CheckpointMismatch if the checkpoint has other parameter groups or is of another optimizer, or if a
+        parameter with stored state had another shape or dtype. Older checkpoints do not contain the shapes."""
+        self._loaded_options(plain["groups"])
+        saved = {name: shape for group in plain["groups"] for name, shape in group.get("shapes", {}).items()}
+        here = {name: shape_of(self.parameters[name]) for name in self._filled}
+        if different := [
+            f"{name} ({saved[name]}, here {shape})" for name, shape in here.items() if saved.get(name, shape) != shape
+        ]:
+            raise CheckpointMismatch(
+                f"the checkpoint's optimizer state belongs to parameters of another shape or dtype: "
+                f"{listed(sorted(different), SHOWN)}; load it with the configuration that it was saved with"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        here = [index for index in range(len(self.groups)) if self._all_names[index]]
-        there = [saved for saved in state["groups"] if saved["names"]]  # pipeline stages may have empty groups
-        _compare_groups([saved["names"] for saved in there], [self._all_names[index] for index in here])
-        groups = [_without_names(self._options(index)) for index in range(len(self.groups))]
-        for index, saved in zip(here, there):
-            options = _without_names(saved)
-            if set(options) != set(groups[index]):
-                raise CheckpointMismatch(
-                    f"the checkpoint was saved with another optimizer: its options are {sorted(options)}, "
-                    f"here {sorted(groups[index])}"
-                )
-            groups[index] = options
+        groups = self._loaded_options(state["groups"])
         # An ordinary optimizer identifies its parameters by number, a flat one by name.
         keys = self._given if self.is_flat else {name: number for number, name in enumerate(self.parameters)}
         own = {key: dict(state["state"].get(name, {})) for name, key in keys.items()}
@@ -139,11 +152,29 @@ class OptimizerState:
             }
         )
 
+    def _loaded_options(self, stored: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the options of each parameter group: those in `stored`, the groups of a checkpoint. A group without
+        parameters keeps its own options."""
+        here = [index for index in range(len(self.groups)) if self._all_shapes[index]]
+        there = [saved for saved in stored if saved["names"]]  # pipeline stages may have empty groups
+        _compare_groups([saved["names"] for saved in there], [list(self._all_shapes[index]) for index in here])
+        groups = [_without_parameters(self._options(index)) for index in range(len(self.groups))]
+        for index, saved in zip(here, there):
+            options = _without_parameters(saved)
+            if set(options) != set(groups[index]):
+                raise CheckpointMismatch(
+                    f"the checkpoint was saved with another optimizer: its options are {sorted(options)}, "
+                    f"here {sorted(groups[index])}"
+                )
+            groups[index] = options
+        return groups
+
     def _options(self, index: int) -> dict[str, Any]:
         group = self.optimizer.param_groups[index]
         return {
             **{key: value for key, value in group.items() if key != "params"},
-            "names": self._all_names[index],
+            "names": list(self._all_shapes[index]),
+            "shapes": self._all_shapes[index],
         }
 
 
@@ -209,8 +240,8 @@ def _room_for(field: str, stored: Stored, parameter: torch.Tensor) -> Any:
     return torch.zeros(stored.size, dtype=stored.properties.dtype)
 
 
-def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "names"}
+def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("names", "shapes")}
 
 
 def _compare_groups(saved: list[list[str]], here: list[list[str]]) -> None:
@@ -226,15 +257,16 @@ def _compare_groups(saved: list[list[str]], here: list[list[str]]) -> None:
     )
 
 
-def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
-    """Return, for each parameter group, its parameter names on all pipeline stages. Collective over the stages."""
+def _over_stages(model: nn.Module, groups: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return, for each parameter group, the names and shapes of its parameters on all pipeline stages. Collective over
+    the stages."""
     cut = parts_of(model)
     if cut is None or cut.group is None:
         return groups
     stages = exchange_objects(groups, cut.group, "the parameter groups of an optimizer")
     count = max(map(len, stages))
     return [
-        list(dict.fromkeys(name for stage in stages if index < len(stage) for name in stage[index]))
+        {name: shape for stage in stages if index < len(stage) for name, shape in stage[index].items()}
         for index in range(count)
     ]
 

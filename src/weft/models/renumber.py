@@ -96,6 +96,10 @@ class _Renumbered:
     def state_dict(self) -> Mapping[str, Any]:
         return _translated(self.inner.state_dict(), self.spelling.theirs)
 
+    def check_load(self, plain: Mapping[str, Any]) -> None:
+        if hasattr(self.inner, "check_load"):
+            self.inner.check_load(_translated(plain, self.spelling.ours))
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.inner.load_state_dict(_translated(state, self.spelling.ours))
 
