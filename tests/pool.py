@@ -26,10 +26,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,6 +94,13 @@ def each_on_one_rank(cases: Sequence[Any], compute: Callable[[Any], Any]) -> lis
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, [compute(case) for case in cases[dist.get_rank() :: len(parts)]])
     return [parts[number % len(parts)][number // len(parts)] for number in range(len(cases))]
+
+
+def run_blocks(blocks: Iterable[str], names: dict[str, Any]) -> None:
+    """Run the Python of a page with what a user has: `BUCKET_BYTES` too."""
+    with mock.patch.object(options, "BUCKET_BYTES", BUCKET_BYTES):
+        for block in blocks:
+            exec(block, names)
 
 
 class Pool:

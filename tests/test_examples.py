@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 
 import weft
-from tests.pool import distributed
+from tests.pool import distributed, run_blocks
 from tests.programs import Imported
 from tests.train.command import WITHOUT_PICTURES, assert_same_contents, contents, free_port, metrics
 from weft.train import Trainer
@@ -85,9 +85,7 @@ def test_the_readme_shows_the_example_as_it_is():
 )
 @distributed(2)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page):
-    names = {}
-    for block in python_blocks(f"docs/{page}.md"):
-        exec(block, names)
+    run_blocks(python_blocks(f"docs/{page}.md"), {})
 
 
 STEPS = 40

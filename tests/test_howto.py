@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from tests.pool import distributed
+from tests.pool import distributed, run_blocks
 from weft.cli.parser import make_parser
 from weft.train.config import parse_config
 
@@ -30,8 +30,7 @@ RUNS = {"example", *(parse_config(toml, []).run.name for name in NAMES for toml 
 def test_the_python_of_a_page_trains_sharded():
     for page in ("any-module", "from-ddp", "from-deepspeed"):
         names = {}
-        for block in blocks(page, "python"):
-            exec(block, names)
+        run_blocks(blocks(page, "python"), names)
         assert isinstance(names["model"], weft.FSDPModule)
         assert all(isinstance(each, torch.distributed.tensor.DTensor) for each in names["model"].parameters())
         assert names["optimizer"].state

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import weft
-from tests.pool import distributed
+from tests.pool import distributed, run_blocks
 from tests.train import command
 from tests.train.command import WITHOUT_PICTURES
 from weft.cli import main
@@ -149,8 +149,7 @@ def names_of(page):
 def run_python(folder, page):
     names = names_of(page)
     with standing_in(folder):
-        for block in blocks(page, "python"):
-            exec(block, names)
+        run_blocks(blocks(page, "python"), names)
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,7 @@ MUTATIONS = [
     Mutation(
         "the memory for copies is not checked",
         "Saves.check_room",
-        "2 * needed > free",
+        "2 * needed > room",
         "False",
         "train/test_memory_copies.py::test_copies_without_a_place_or_without_room_are_refused_in_one_line",
     ),

@@ -59,6 +59,14 @@ def test_a_steady_step_has_no_wait_of_the_host(strategy, mixed):
         assert not train(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), checker)
 
 
+@distributed(2)
+def test_units_that_share_messages_are_in_order_and_the_host_waits_for_none():
+    with weft.debug.check_streams(record=True) as checker:
+        net = nets.shard(nets.make(), runtime=weft.RuntimeOptions(bucket_bytes=1 << 20))
+        assert not train(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), checker)
+    assert {"the stream gathers", "the stream reductions"} <= {each.stream for each in checker.work}
+
+
 @pytest.mark.slow
 @distributed(2)
 def test_offloaded_weights_and_gradients_are_awaited_by_the_host_where_the_page_says():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pool import distributed
+from tests.pool import distributed, run_blocks
 from weft.models import HybridConfig, HybridModel
 from weft.models.pattern import LAYER_KEYS, PatternError
 
@@ -23,8 +23,7 @@ def blocks(language):
 @distributed(2)
 def test_the_examples_run_one_after_another():
     names = {}
-    for block in blocks("python"):
-        exec(block, names)
+    run_blocks(blocks("python"), names)
     assert names["logits"].shape == (*names["tokens"].shape, names["cfg"].vocab_size)
     assert all(map(torch.equal, names["later"].parameters(), names["model"].parameters()))
     loss = names["sharded"](names["tokens"], labels=names["tokens"])

@@ -37,6 +37,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,12 +46,14 @@ from weft.debug.clocks import HOST, CheckedStream, Clock, Host, merge
 from weft.debug.memory import Access, Memory, Site, StreamOrderError
 from weft.debug.operators import (
     TOUCH_NOTHING,
+    WAIT,
     asks_device,
     bytes_of,
     has_memory,
     inside_collective,
     made_of_others,
     tensors_in,
+    wait_for,
     written_by,
 )
 
@@ -346,6 +349,7 @@ def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
     for name in _READ:
         setattr(torch.Tensor, name, reading(name))
+    dist.Work.wait = wait_for  # type: ignore[method-assign,assignment]
     try:
         with _Mode(checker):
             yield checker
@@ -354,6 +358,7 @@ def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         for name in _READ:
             setattr(torch.Tensor, name, read[name])
+        dist.Work.wait = WAIT  # type: ignore[method-assign]
         streams.check_with(None)
 
 

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _WRITTEN_BY_COLLECTIVES = {
     "_allgather_base_": 1,
@@ -35,6 +36,8 @@ _ASK_THE_DEVICE = {
     "aten::unique_consecutive",
 }
 """Operators for which the host must know the result or its size."""
+WAIT = dist.Work.wait
+"""torch's own method, which `check_streams` replaces with `wait_for`."""
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -105,9 +108,14 @@ def asks_device(
     return name in _ASK_THE_DEVICE
 
 
+def wait_for(work: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `Work.wait`, in a frame that `inside_collective` recognizes: gloo runs copies of its own in some waits."""
+    return WAIT(work, *args, **kwargs)
+
+
 def inside_collective() -> bool:
     """Return whether `torch.distributed` called the operator being dispatched, as a part of a collective."""
     frame = sys._getframe(2)
     while "/torch/_compile" in frame.f_code.co_filename or "/torch/_dynamo/" in frame.f_code.co_filename:
         frame = frame.f_back  # type: ignore[assignment]
-    return frame.f_code.co_filename.endswith("distributed_c10d.py")
+    return frame.f_code is wait_for.__code__ or frame.f_code.co_filename.endswith("distributed_c10d.py")
