@@ -35,6 +35,13 @@ MUTATIONS = [
         "test_the_slab_of_a_plan_belongs_to_the_stream_that_takes_from_it_wherever_the_plan_is_made",
     ),
     Mutation(
+        "copies inside a wait of gloo count as work of the program",
+        "inside_collective",
+        "frame.f_code is wait_for.__code__",
+        "False",
+        "debug/test_order_of_work.py::test_units_that_share_messages_are_in_order_and_the_host_waits_for_none[2]",
+    ),
+    Mutation(
         "guarded memory keeps its values when it is freed",
         "Pool.give",
         "blank(transient.tensor)",
