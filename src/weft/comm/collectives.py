@@ -57,7 +57,7 @@ def move(target: Tensor, source: Tensor, staging: Tensor | None, tag: int = 0) -
 
 def reduce_scatter(output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, **how: Any) -> Pending:
     """Reduce-scatter `partial`, and write the result to `output` or, if `accumulate`, add it to `output`. `output` must
-    not alias `partial`. `how`: the fields of a `Sum`, which include `accumulate`."""
+    not alias `partial`, which may be overwritten. `how`: the fields of a `Sum`, which include `accumulate`."""
     if group.size() == 1:
         add_scaled(output, partial, how["scale"], how["accumulate"])
         return Pending()
@@ -68,7 +68,8 @@ def reduce_scatter_bundle(
     outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
 ) -> Pending:
     """Reduce-scatter each `partials[i]` into `outputs[i]`, all at the cost of one message. `scales`: a factor for each
-    sum. `adds`: for each sum, whether to add it to the output; otherwise it overwrites the output."""
+    sum. `adds`: for each sum, whether to add it to the output; otherwise it overwrites the output. The `partials` may
+    be overwritten."""
     if group.size() == 1:
         for each in zip(outputs, partials, scales, adds):
             add_scaled(*each)

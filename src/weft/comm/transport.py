@@ -109,7 +109,7 @@ class Sum(NamedTuple):
 
 class Transport(Protocol):
     """Collectives over one backend. They do what the functions of the same names in `weft.comm.collectives` do. Each
-    collective starts its transfers and returns a `Pending`. `all_reduce` may overwrite `partial`. Reductions, and
+    collective starts its transfers and returns a `Pending`. Reductions may overwrite `partial`. They, and
     `inbox_numel`, are called only for more than one rank."""
 
     capabilities: Capabilities
