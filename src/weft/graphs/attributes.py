@@ -39,8 +39,8 @@ class Attributes:
         self._buffers = [(type(each).__name__, each._buffers, dict(each._buffers)) for each in modules]
 
     def same(self) -> bool:
-        """Return whether the recorded Python state is unchanged and can still be compared. Replaced buffers are not
-        noticed here, because their addresses are compared before."""
+        """Return whether the recorded Python state is unchanged and can still be compared. Replaced parameters and
+        buffers are not noticed here: `weft.graphs.call` has already compared their addresses."""
         try:
             if self._walk.same():
                 return True
