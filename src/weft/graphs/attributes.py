@@ -9,9 +9,11 @@ modules, other objects, classes             their attributes in `__dict__` and `
 functions, methods, properties, partials    their code, defaults, closures, owners and arguments
 members of an enum                          their values
 weak references                             the objects that they refer to
-tensors; objects of torch, weft, logging    their identity (`weft.graphs.call` compares the addresses of parameters
+tensors; objects of certain libraries (*)   their identity (`weft.graphs.call` compares the addresses of parameters
                                             and buffers first)
 everything else, such as a NumPy array      nothing: the capture is refused
+
+(*) `_LIBRARIES` in `weft.graphs.walk`, such as torch, weft and logging
 
 Other state that forward reads, such as a global variable, is not compared.
 """

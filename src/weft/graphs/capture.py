@@ -14,7 +14,8 @@ arguments, and returns equal results."""
 
 
 class CaptureRefused(RuntimeError):
-    """A function cannot be captured, for the reason in the message. It runs eagerly from then on."""
+    """A function, or its backward for some gradients, cannot be captured, for the reason in the message. It runs
+    eagerly instead."""
 
 
 class Delays(Protocol):

@@ -2,7 +2,7 @@
 because they may replay in any order.
 
 warm up    once, on the capture stream: libraries allocate workspaces, and unsupported operators are found
-capture    on that stream, while no other work is queued and no garbage is collected
+capture    on that stream, after all queued work has ended; no garbage is collected meanwhile
 replay     once on that stream, because a capture computes nothing; later on the caller's stream, after its queued work
 
 Autograd runs a backward on another thread of this process, on the stream of its forward, which is the capture

@@ -34,9 +34,9 @@ class HybridModel(nn.Module):
     """A language model: an embedding, the layers that `cfg.pattern` describes, and a head that scores the next token.
 
     The pattern may also describe prediction depths (multi-token prediction). With tied embeddings, the head uses the
-    weight of the embedding. Initial weights depend only on the seed and on the type of device, not on `meshes`. If the
-    model is built on the meta device, they do not depend on the order in which you materialize its modules (`to_empty`
-    and `reset_parameters`).
+    weight of the embedding. Initial weights depend only on the seed, the dtype and the type of device, not on `meshes`.
+    If the model is built on the meta device, they do not depend on the order in which you materialize its modules
+    (`to_empty` and `reset_parameters`).
 
     With a pipeline (`meshes.pp`), this rank has only some stages of the model. If the pattern has `|`, each segment of
     the pattern is a stage. Otherwise the layers are cut into stages of about equal cost. Parameters have the same names
@@ -48,8 +48,9 @@ class HybridModel(nn.Module):
 
     With `meshes.tp`, layers are split over the ranks of that axis (see `weft.models.tensor_parallel`). Experts are not
     split if `meshes.etp` is None. All of these ranks call the model with the same tokens, and get the same logits and
-    the same loss. The parameters are DTensors. A rank has the hidden states of only some positions: where a docstring
-    of this class gives their shape as [batch, seq, hidden] or [B, S, D], a rank has [batch, seq / tp, hidden].
+    the same loss. The parameters are DTensors (whole experts that are spread over ranks: only after
+    `weft.models.shard`). A rank has the hidden states of only some positions: where a docstring of this class gives
+    their shape as [batch, seq, hidden] or [B, S, D], a rank has [batch, seq / tp, hidden].
 
     Raises `ValueError` if an axis of `meshes`, or the size of an axis, does not fit the model. An example is `ep` for a
     pattern without experts. Also raises `ValueError` if `chunks` or `placement` does not fit the pattern and the ranks.
@@ -303,13 +304,15 @@ class HybridModel(nn.Module):
             cache: a dict for generation. Pass an empty dict to the first call, and the same dict to later calls. The
                 `tokens` of a later call continue the sequence of the earlier calls. Each call updates the dict and
                 returns the logits of its own `tokens`. They are equal to the logits that one call with the whole
-                sequence returns for these positions. The exception is a `rope_scaling` of type "dynamic" or "longrope",
+                sequence returns for these positions. One exception is a `rope_scaling` of type "dynamic" or "longrope",
                 whose rotation depends on the length of the sequence. The logits are then equal to those of one call
                 with the sequence up to these `tokens`. A call that changes the rotation of earlier positions recomputes
-                these positions.
+                these positions. Another exception is a `capacity_factor`: each call applies the capacity to its own
+                tokens only.
             documents: the documents and the padding in the rows. No information passes between documents,
-                except in routers: auxiliary losses and capacities of experts are computed over whole rows. The label at
-                a document's last position is ignored (for the exception see `Documents.continues`).
+                except in routers: auxiliary losses and capacities of experts are computed over whole rows or, with
+                context parallelism, over each rank's slices. The label at a document's last position is ignored (for
+                the exception see `Documents.continues`).
             depths: if True, return only a list with the logits of each prediction depth (see `prediction_logits`).
 
         Without labels, returns the logits [batch, seq, vocabulary]. With labels, returns a scalar: the mean

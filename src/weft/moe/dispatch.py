@@ -141,8 +141,8 @@ class Dispatcher(Protocol):
         background once these numbers are known.
 
         `behind`: an event (`weft.comm.streams.moment`) that was recorded after the work that computes `rows`. The
-        exchange then waits only for this event. If `behind` is None, the exchange waits for all work issued to the
-        current stream so far.
+        exchange then waits only for this event, if `rows` are contiguous. Otherwise, or if `behind` is None, the
+        exchange waits for all work issued to the current stream so far.
         """
         ...
 

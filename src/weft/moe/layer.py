@@ -72,7 +72,7 @@ class MoE(nn.Module):
     """The methods that `weft.Graphs` may capture: for each, the name of its scope, and the modules that it uses (None:
     all)."""
     other_positions: DeviceMesh | None = None
-    """The mesh of ranks that hold the other positions of the same sequences. None if this rank holds all positions."""
+    """The mesh of tensor-parallel ranks that route the other positions of the same sequences, or None."""
     load: Tensor
     """The number of assignments to each expert in training forwards, [num_experts] int64."""
     exchanged: Tensor

@@ -1,7 +1,7 @@
 """Local permutations of rows, with exact and deterministic backwards.
 
     spread   tokens -> one row per assignment, sorted by expert
-    weigh    the reverse: the weighted sum over a token's assignments, in fp32 and always in the same order
+    weigh    the reverse: the weighted sum over a token's assignments, in fp32 or wider, always in the same order
     reorder  any permutation
 
 An assignment of a token to one of its k experts is a pair (token, slot), slot in 0 .. k-1. Its number is token * k +

@@ -1,6 +1,6 @@
 """The router, which chooses the experts of each token and the weight of each expert.
 
-logits  = W x (+ b)                                 in fp32, even if the model's dtype is narrower
+logits  = W x (+ b)                                 in fp32 or wider, even if the model's dtype is narrower
 scores  = softmax(logits) or sigmoid(logits)
 choice  = scores (+ bias), in the best groups only  the top k are chosen, without a gradient
 weights = scores of the chosen (/ their sum) * scaling_factor
@@ -27,8 +27,8 @@ class Routing(NamedTuple):
     """The router's choice of k experts for each of batch * seq tokens. Each choice of an expert for a token is an
     assignment.
 
-    - `experts` [tokens, k] int64: the numbers of the chosen experts, best first. Of two experts with equal scores, the
-      one with the lower number comes first.
+    - `experts` [tokens, k] int64: the numbers of the chosen experts, best first: by score, plus `expert_bias` if the
+      router has one. Of two equally good experts, the one with the lower number comes first.
     - `weights` [tokens, k] fp32 (fp64 for fp64 tokens), differentiable: the weight of each chosen expert. 0 for dropped
       assignments.
     - `loss`: the sum of the balance loss and the z-loss, each times its coefficient, a scalar. None if both
@@ -69,7 +69,8 @@ class Router(nn.Module):
             numbers over experts. P is the expert's score, divided by the sum of the token's scores and averaged over
             tokens. Assignments that are dropped later are counted too. The loss of a batch is the mean over its
             sequences. If all data-parallel ranks have the same number of sequences, the mean over these ranks equals
-            the loss of one process on all sequences.
+            the loss of one process on all sequences. With context parallelism, a rank's part of a sequence counts as a
+            sequence.
         z_loss_coef: the coefficient of the z-loss, which is the mean of logsumexp(logits)^2 over tokens (ST-MoE,
             arXiv:2202.08906, equation 5).
         capacity_factor: an expert accepts at most ceil(factor * seq * k / num_experts) assignments of a sequence: those
@@ -83,7 +84,8 @@ class Router(nn.Module):
 
     graph_scopes: ClassVar = {"forward": ("moe_router", None)}
     over_positions: Callable[[Tensor], Tensor] | None = None
-    """Gathers a tensor from all ranks that hold positions of the same sequences, [ranks, ...]. Differentiable."""
+    """Gathers a tensor from the tensor-parallel ranks that route positions of the same sequences, [ranks, ...].
+    Differentiable."""
     expert_bias: Tensor | None
     added_loss: Tensor
     """The sum of the losses of training forwards since `weft.moe.router_losses` last reset this buffer, fp32."""
@@ -162,7 +164,8 @@ class Router(nn.Module):
         return self
 
     def share_positions(self, over_positions: Callable[[Tensor], Tensor]) -> None:
-        """Let `forward` compute the losses over the positions of all ranks that hold parts of the same sequences.
+        """Let `forward` compute the losses over the positions of several tensor-parallel ranks.
+
         `over_positions`: gathers a tensor from these ranks (see the attribute of this name)."""
         self.over_positions = over_positions
         vars(self)["graph_scopes"] = {"_scored": ("moe_router", None)}  # leaves out the exchange of means
@@ -229,7 +232,7 @@ class Router(nn.Module):
         self.expert_bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """Return the k best experts of each token, best first. Of two experts with equal scores, the one with the lower
+        """Return the k best experts of each token, best first. Of two equally good experts, the one with the lower
         number comes first."""
         if self.expert_bias is not None:
             scores = scores + self.expert_bias

@@ -42,7 +42,7 @@ class Visits:
     - `permutation`: maps tokens to their rows. The rows are sorted by rank, then by token.
     - `places` [tokens, k]: the place of each assignment among the slots of all rows: row * m + slot. Arbitrary for
       dropped assignments.
-    - `kept` [tokens, k] bool: False for dropped assignments. None if none are dropped.
+    - `kept` [tokens, k] bool: False for dropped assignments. None without a capacity.
     - `experts` [rows, m]: the number of the expert in each slot, counted from 0 on the expert's rank. Unused slots hold
       the number of experts per rank.
     - `dtype`: the dtype of the weights.

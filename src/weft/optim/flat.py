@@ -43,8 +43,8 @@ def flat(
     Args:
         optimizer: a class of `torch.optim` that updates each element separately (see `ELEMENT_WISE`).
         model: the root module on which `weft.fully_shard` was called.
-        no_decay: called with each sharded parameter and its name, as `no_decay(name, parameter)`. Returns whether the
-            parameter gets `weight_decay=0`. Default: no parameter does.
+        no_decay: called with each parameter of the optimizer and its name, as `no_decay(name, parameter)`. Returns
+            whether the parameter gets `weight_decay=0`. Default: no parameter does.
         options: keyword arguments of `optimizer`.
 
     The result is an instance of `optimizer`. Learning-rate schedulers work with it. Its `state_dict` has one entry per

@@ -11,8 +11,7 @@
 *   over the tensor-parallel ranks, if these are outside of the model's mesh. Expert-parallel ranks are inside.
 
 The model's mesh is the largest mesh that is not a mesh of experts. The sum of the shares over its ranks counts every
-element once. This sum takes one all-reduce per mesh axis over which parameters differ, and one per tensor-parallel
-group.
+element once. This sum takes at most one all-reduce per mesh axis, and one per tensor-parallel group.
 """
 
 import math

@@ -43,7 +43,7 @@ def quantize(
     - tensorwise: fp32 `[]`
     - rowwise: fp32 `[R]`
     - blockwise: fp32 `[ceil(R / r), ceil(C / c)]`, for blocks of r rows and c columns
-    - mx: e8m0 as uint8 `[R, C / b]`, for blocks of b elements
+    - mx: e8m0 as uint8 `[R, C / b]`, for blocks of b elements; with `along(-2)`, `[ceil(R / b), C]`
     - nvfp4: a tuple of e4m3 as uint8 `[R, C / 16]`, and fp32 `[]`
 
     For a stack of S matrices, `[S, R, C]`, the shapes of the scales begin with S: `[S]`, `[S, R]`, and so on.

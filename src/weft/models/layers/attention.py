@@ -184,8 +184,8 @@ def attention_over(
 def attention_within(documents: Documents | None, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, **how: Any) -> Tensor:
     """Compute `causal_attention`, separately for each document if `documents` are given.
 
-    Documents of the same length are computed together. The cost grows with the sum of the squared lengths of documents.
-    At padding positions the result is 0. `how`: keyword arguments of `causal_attention`.
+    Documents of the same length are computed together. Without a window, the cost grows with the sum of the squared
+    lengths of documents. At padding positions the result is 0. `how`: keyword arguments of `causal_attention`.
     """
     if documents is None:
         return causal_attention(q_BSHC, k_BTHC, v_BTHC, **how)
