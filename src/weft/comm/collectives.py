@@ -78,7 +78,7 @@ def reduce_scatter_bundle(
 
 
 def all_reduce(output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, **how: Any) -> Pending:
-    """All-reduce `partial` into `output`; if `accumulate`, add to it. Overwrites `partial`. `how`: see `Sum`."""
+    """All-reduce `partial` into `output`; if `accumulate`, add to it. May overwrite `partial`. `how`: see `Sum`."""
     if group.size() == 1:
         return Pending([], lambda: add_scaled(output, partial, how["scale"], how["accumulate"]))
     return transport_of(group, partial.device).all_reduce(output, partial, group, tag, Sum(**how))

@@ -140,7 +140,7 @@ def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[to
 
 
 class Lane:
-    """An ordered communication queue. Every rank puts the same collectives on it in the same order."""
+    """An ordered communication queue. Every rank puts the same collectives of a channel on it in the same order."""
 
     _NAMES = "gather reduce outer exchange counts download stage gathers reductions context tensor"
     TAGS = {name: tag for tag, name in enumerate(_NAMES.split(), 101)}

@@ -2,7 +2,8 @@
 
     expect()    a schedule of `weft.overlap` will soon issue an exchange: gathers and reductions that are issued from
                 now on are held back
-    let_go()    the exchange is issued: held-back communication starts, in the order in which it was issued
+    let_go()    the exchange is issued: held-back communication starts; messages of one tag start in the order in which
+                they were issued
 
 If the host waits for held-back communication, all of it starts immediately. Its order relative to exchanges may then
 differ between ranks; with tags, messages still match. On devices with streams, and with backends without tags, nothing

@@ -1,4 +1,4 @@
-"""Operators that run on the local parts alone, without communication.
+"""Operators that run on local parts. They communicate only to gather an operand with other cuts.
 
 caller                           operator                                   function
 -------------------------------  -----------------------------------------  -------------------------------------

@@ -1,6 +1,6 @@
 """Norms of unevenly sharded tensors, and clipping by them. The norms of the local parts are combined over ranks.
 
-Norms and clipping compute in at least fp32, and round to the tensors' dtype once. torch's norm of many tensors creates
+Norms are computed in at least fp32, and rounded to the tensors' dtype once. torch's norm of many tensors creates
 a DTensor for each norm, and torch's clipping computes the factor on DTensors. Both are slow. If all tensors are
 sharded, the functions at the end of this file use all local parts in one operation, and combine many norms in each
 all-reduce.

@@ -5,7 +5,7 @@ operator                                        | runs
 element-wise, foreach, fused optimizer steps    | on the local parts, if all have the same cuts: `local.py`
 norms and full reductions                       | on the local parts, then one small all-reduce per mesh axis
 copy_ from a full tensor or from other cuts     | on this rank's slice
-any operator on tensors that one rank has whole | on that rank, without communication, as in a step of Muon
+operators on tensors that one rank has whole    | on that rank, without communication, as in a step of Muon
 views                                           | lazily: see `views.py`
 all others, if they write to no argument        | on the gathered tensor; the result is replicated (communicates)
 all others that write to a tensor or its view   | on the gathered tensor; then each rank keeps its part (communicates)

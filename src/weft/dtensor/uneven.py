@@ -6,7 +6,8 @@ checkpoints, and in operators (`rules.py`).
 
 A part is a range of the flattened tensor. (If the tensor is cut along another dimension than the first, this dimension
 comes first in the flattened tensor; see `weft.layout.cuts`.) The part consists of whole rows if the cuts are between
-rows; otherwise it is 1-D. On a rank that has nothing of the tensor, the part has zero elements.
+rows, of dim 0 or of later dimensions; otherwise it is 1-D. On a rank that has nothing of the tensor, the part has zero
+elements.
 
 With tensor parallelism the mesh has one more axis. The cuts then divide each tensor-parallel rank's slice:
 
@@ -168,15 +169,15 @@ class UnevenDTensor(RuledDTensor):
         return value
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return this rank's part. Differentiable. `grad_placements`: this tensor's placements, with `Partial()` in
-        place of `Replicate()` on each axis over which the gradient must be summed. None: no sums."""
+        """Return this rank's part. Differentiable from torch 2.13 on. `grad_placements`: this tensor's placements, with
+        `Partial()` in place of `Replicate()` on each axis over which the gradient must be summed. None: no sums."""
         if self.requires_grad and torch.is_grad_enabled():
             return _Read.apply(self, False, _partial(grad_placements, self._spec.placements))
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return the whole tensor. Differentiable. Collective. `grad_placements`: for each mesh axis, `Partial()` if
-        the gradient must be summed over it, otherwise `Replicate()`. None: no sums."""
+        """Return the whole tensor. Collective. Differentiable from torch 2.13 on. `grad_placements`: for each mesh
+        axis, `Partial()` if the gradient must be summed over it, otherwise `Replicate()`. None: no sums."""
         if self.requires_grad and torch.is_grad_enabled():
             return _Read.apply(self, True, _partial(grad_placements, (Replicate(),) * self._spec.mesh.ndim))
         return self._gathered()

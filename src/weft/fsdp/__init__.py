@@ -10,7 +10,7 @@ names:
                free             free the memory of full weights                  unit, group
                renew            gather stale weights again, while they are held  unit
                refresh          update model weights from main weights           group
-               outdate          mark gathered weights as stale                   group
+               outdate          mark model weights as outdated                   group
                rest             free main weights, if a payload restores them    group
                use, done        a driver starts and ends its use of a unit       runtime
     memory     take, give       allocate and free transient memory               pool

@@ -9,7 +9,8 @@
     reductions gradients of several small units together
     download   gradients to CPU memory
 
-Messages of different models never match, because each parameter group has a separate channel number.
+If the transport has tags, messages of different models never match, because each parameter group has a separate channel
+number. Without tags, all ranks must run the models in the same order.
 """
 
 import weakref

@@ -46,7 +46,8 @@ def fully_shard(
     The parameters of a unit are gathered, freed and reduced together. Call this function bottom-up, with the root last.
 
     The module is changed in place and returned. Its class becomes a new subclass of its original class and of
-    `FSDPModule`. Its parameters become sharded `DTensor`s, which any `torch.optim` optimizer accepts.
+    `FSDPModule`. Its parameters become sharded `DTensor`s, which optimizers of `torch.optim` accept. (Adafactor accepts
+    only parameters that are not cut.)
 
     Args:
         module: a module, or a list of modules that are gathered and reduced together.

@@ -6,15 +6,15 @@ model_weight  always*     parameter    compute***   the input of gathers
 full          gathered**  Replicate    compute      the weights that forward and backward read; registered during uses
 gradients                                           see `weft.fsdp.gradients.group`
 
-*   model_weight shares the memory of main_weight if the dtypes are equal. It is the same buffer if the placements are
-    equal too. `copies` has two model weights if forward and backward use different quantized weights.
-**  If the parameter placement is Replicate on every axis, `full` is the same buffer as model_weight, and always lives.
+*   Without quantization, it is main_weight itself if both are sharded alike (gathers cast and upload), and shares the
+    memory of main_weight if the dtypes are equal, without offload. `copies` has two model weights if forward and
+    backward use different quantized weights.
+**  If every rank keeps all weights, `full` is the same buffer as model_weight, and always lives.
 *** With quantization, the buffer holds the bytes of the payload, and `full` is always freed between uses.
 **** Main weights of quantized parameters that are frozen may be freed between uses (`weft.quantize.payload_only`).
 
 Every write to a sharded parameter increments the version counter of the main weights. The counter shows whether
-gathered weights are up to date. Gathered full parameters have the version of the main weights
-(`weft.fsdp.autograd`).
+gathered weights are up to date. Gathered copies have the version of the main weights (`weft.fsdp.autograd`).
 """
 
 import weakref

@@ -51,7 +51,7 @@ class FSDPModule:
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Apply `.to()` and similar methods to buffers. Raises ValueError if sharded parameters would change."""
+        """Apply `.to()` and so on to buffers and ignored parameters. Raises ValueError if sharded ones would change."""
         groups = [group for unit in units_under(self, recurse) for group in unit.groups]
         for group in groups:
             probe = fn(torch.empty(0, dtype=group.recipe.main, device=group.home))
@@ -77,7 +77,7 @@ class FSDPModule:
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including those of sharded parameters while full parameters are registered instead."""
+        """Clear every `.grad`, including those of sharded parameters while full parameters are registered instead."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in units_under(self):
             for group in unit.groups:
@@ -204,7 +204,7 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Set whether parameters that no rank used get a gradient of zeros if the backward of their unit ran.
 
-        By default they get no gradient. A parameter that any rank used is always reduced.
+        By default they get none, unless `check_collectives` is False. A parameter that any rank used is always reduced.
         """
         gives_all = _switch("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in units_under(self, recurse):

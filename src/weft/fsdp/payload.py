@@ -4,7 +4,8 @@
 per element. Code outside of these classes only moves bytes. A group gathers weights for use (`ParameterGroup.gather`),
 updates model weights after a step (`refresh`), takes part in gathers whose result it does not need (`serve`), and
 shares messages with other groups (`Bucket`). `gather` and `refresh` convert weights with `write` before sending.
-`serve` and buckets send the stored weights, at most with a cast. `open` converts received payloads to full weights.
+`serve` and buckets send the stored weights, at most with a cast or an upload. `open` converts received payloads to full
+weights.
 """
 
 import functools

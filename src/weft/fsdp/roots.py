@@ -2,7 +2,8 @@
 
 fully_shard(block)       creates a driver, the root of a model with one unit
 fully_shard(model)       creates a driver around the drivers of the blocks; it becomes their root
-the first pass           the root creates the runtime of all units; only the root keeps the runtime alive
+the first pass           the root creates the runtime of all units; the root, and forwards that wait for their
+                         backward, keep the runtime alive
 """
 
 import weakref
@@ -24,7 +25,7 @@ class UnitDriver(HookDriver):
     def __init__(self, unit: Unit, options: RuntimeOptions | None) -> None:
         """`options`: the `runtime` argument of `fully_shard`, if given."""
         super().__init__(unit)
-        self._own: Runtime | None = None  # the runtime, if this is a root: only the root keeps it alive
+        self._own: Runtime | None = None  # the runtime, if this is a root: no other driver keeps it alive
         self._known: Callable[[], Runtime | None] = lambda: None
         self.above: Callable[[], UnitDriver | None] = lambda: None  # returns the driver of a unit around this one
         self._asked = options

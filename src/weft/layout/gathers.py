@@ -13,9 +13,10 @@
 
     The unit or bundle (units gathered in one message) that ends a forward, and begins the backward, stays gathered.
 
-If a pass deviates from its trace, it gathers on demand from then on: predictions change speed, never results. A
-schedule gathers further ahead than other passes. A byte budget limits the total size of the units that are gathered
-ahead, each counted once. The runtime applies these rules to units, and `layout.walk` applies them to numbers of bytes.
+If a pass deviates from its trace, it gathers on demand from then on: predictions change speed, never results. Without a
+byte budget, a schedule gathers further ahead than other passes. A byte budget limits the total size of the units that
+are gathered ahead, each counted once. The runtime applies these rules to units, and `layout.walk` applies them to
+numbers of bytes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

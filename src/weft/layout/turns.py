@@ -65,8 +65,8 @@ class ReductionOrder(ABC):
     def __init__(self, most_alive: int) -> None:
         self.most_alive = most_alive
         self.waits_for_room = True
-        """Whether `most_alive` is enforced. False in a backward that may include other models: there, a wait for room
-        could deadlock with another rank, which waits for this one in another model."""
+        """Whether `most_alive` is enforced. False without streams in a backward that may include other models: there, a
+        wait for room could deadlock with another rank, which waits for this one in another model."""
         self.arrived: list[int] = []
         """The units whose gradients were ready in this backward, in order."""
         self.waiting: set[int] = set()

@@ -1,14 +1,14 @@
 """Offload of weights, gradients and optimizer state to CPU memory, and the transfers to the device and back.
 
-    CPU memory, pinned                          device
+    CPU memory, pinned by default               device
     --------------------------------------      ---------------------------------------------------------------
     main weights    --- upload, gather lane -->  this rank's slice of the gathered weights, then their gather
     main gradients  <-- download lane ---------- this rank's reduced gradients
     optimizer state and step: on the CPU
 
-Both transfers overlap with the computation. At the end of each pass the host waits for the uploads, because the
-weights that they read may be written next. At the end of a backward it also waits for the downloads, because the
-optimizer reads the gradients next. On a CPU mesh, offloading works too, but saves nothing.
+If the CPU memory is pinned, both transfers overlap with the computation. At the end of each pass the host waits for the
+uploads, because the weights that they read may be written next. At the end of a backward it also waits for the
+downloads, because the optimizer reads the gradients next. On a CPU mesh, offloading works too, but saves nothing.
 """
 
 from typing import Any

@@ -3,9 +3,9 @@
     {"tokens": ..., "labels": ..., "documents": ..., "images": ...}      the long form
     (tokens, labels)                                                     the short form
 
-A further entry is passed to each part of the model that has an optional or keyword-only parameter of the same name. The
-parts are the methods `embed`, `attend` (of layers), `following`, `loss` or `total_loss`, and `logits`. Every rank of a
-pipeline has all microbatches, so entries are not sent between stages.
+A further entry is passed to each part of the model that has an optional or keyword-only parameter of the same name, or
+`**kwargs`. The parts are the methods `embed`, `attend` (of layers), `following`, `loss` or `total_loss`, and `logits`.
+Every rank of a pipeline has all microbatches, so entries are not sent between stages.
 """
 
 import inspect

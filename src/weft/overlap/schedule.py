@@ -79,7 +79,8 @@ def forward_backward(
             run in pairs; `loss_scale` has factors that are not finite, or more or fewer factors than microbatches;
             the table does not fit the model or the microbatches, or cannot run (`TableError`).
         RuntimeError: gradients are disabled (`torch.no_grad` or `torch.inference_mode`).
-        UndeclaredTensor: a layer passes a tensor between stages outside its `Crossing`.
+        UndeclaredTensor: a layer passes a differentiable tensor between stages outside its `Crossing`. Only the first
+            microbatches of a model are checked.
         CollectiveMismatch: ranks of one pipeline, or ranks that share a set of experts, differ in the schedule, its
             options, the model's mode (training or evaluation) or the number of microbatches; or ranks of one pipeline
             passed different microbatches.

@@ -143,8 +143,9 @@ class ModelUnits:
             yield "experts", step.layer, self.layers[step.layer].experts
 
     def scheduled(self, program: Sequence[Around], *, backward: bool = True) -> AbstractContextManager:
-        """Return a context manager in which `program` runs. When it exits, units are resharded. If the program has
-        backward steps (`backward`), gradients are also reduced, as at the end of a backward."""
+        """Return a context manager in which `program` runs. When it exits, units are resharded unless the user holds
+        them. If the program has backward steps (`backward`), gradients are also reduced, as at the end of a backward.
+        """
         if self.engine is None:
             return nullcontext()
         return self.engine.scheduled(self.trace(program), backward=backward)

@@ -43,7 +43,7 @@ class DelayedWeights(TorchFunctionMode):
         return len(self._queue)
 
     def run(self) -> None:
-        """Compute the queued gradients, directly into the buffers from which they are reduced, and empty the queue."""
+        """Compute the queued gradients, directly into the buffers of `weight_gradient`, and empty the queue."""
         with span(COMPUTE), torch.no_grad():
             for compute in self._queue:
                 compute()

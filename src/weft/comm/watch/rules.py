@@ -13,8 +13,8 @@
     has exited                             that it exited, why   never                  always
 
 An exception on one rank does not raise an error on other ranks by itself. It appears in the error of a rank that waits
-for a collective that the failed rank never began. A rank that has caught an exception, and then waits or computes, is
-treated like any other.
+for a collective that the failed rank never began. A rank that has caught an exception, and then waits or begins another
+pass, is treated like any other.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

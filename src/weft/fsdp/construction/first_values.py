@@ -1,5 +1,5 @@
-"""Allocates and initializes modules that were built on the meta device, one unit at a time: the full weights of a unit
-exist only while `fully_shard` shards it.
+"""Allocates and initializes modules that were built on the meta device, one unit at a time: the full initial
+tensors of a unit exist only while `fully_shard` shards it.
 
 Each module with parameters or buffers on the meta device gets memory, and `reset_parameters()` fills it. Children
 are filled first, as in constructors. Units that are sharded in the order of the model's construction therefore draw the

@@ -1,4 +1,4 @@
-"""The parameters that one `fully_shard` call shards: all parameters of its modules that are in no nested unit.
+"""The parameters that one `fully_shard` call shards: those of its modules that are in no nested unit and not ignored.
 
 Parameters with equal mesh, dtypes, quantization and `requires_grad` form one group. A tied parameter that already
 belongs to another unit stays in that unit. That unit then also registers the parameter's tensors in the modules of this

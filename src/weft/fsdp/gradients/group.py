@@ -65,7 +65,7 @@ class GroupGradients:
         self.where = Where.NOWHERE
         self.main = MainGradients(plan, parameters)
         self.is_owed = False  # whether some rank may have packed gradients of an earlier backward; equal on all ranks
-        self.gives_all = False  # whether parameters that no rank used get a gradient of zeros; False: they get none
+        self.gives_all = False  # whether unused parameters get a gradient of zeros even with `check_collectives`
         self.sums_only = False  # whether reductions are sums that weft scales, never averages by the backend
         self.hook: Callable[[torch.Tensor], None] | None = None
         """Called with the reduced gradients of a backward, 1-D, before they are added to the main gradients."""

@@ -2,8 +2,8 @@
 
 After `publish`, main gradients belong to the user. A further backward adds its gradients to them, as torch adds to a
 `.grad` that is set. During reductions they belong to the engine, and `.grad` is None. If other code sets `.grad` during
-that time, for example to the gradient of a penalty, `publish` adds it. Published memory is reused only if no other code
-refers to it.
+that time, for example to the gradient of a penalty, `publish` adds it. After `.grad` was cleared, the published memory
+is reused only if no other code refers to it.
 """
 
 import sys

@@ -9,6 +9,8 @@
 For frozen weights that are kept only as a payload (`weft.quantize.payload_only`), no optimizer step is expected. In
 each pass the ranks agree whether any rank has written to these weights or has unfrozen them.
 
+With `check_collectives=False`, the ranks do not agree on updates: each rank sees only its own writes.
+
 Weights that are gathered for each use need no update: they are gathered from the current main weights.
 """
 

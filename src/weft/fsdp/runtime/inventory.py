@@ -2,12 +2,12 @@
 
 Parameters under a root are checked at the beginning of each pass (`Inventory`). The first check walks through all
 modules. Later checks compare object identities with those of the last walk, without a Python call per module, and walk
-again only if these differ. Replaced parameters of a unit are not reported here: the unit raises an error when it next
-registers its parameters.
+again only if these differ or a frozen parameter in no unit was unfrozen. Replaced parameters of a unit are not reported
+here: the unit raises an error when it next registers its parameters.
 
 If the user forgot to call `fully_shard` on the whole model, parameters of modules around the root are in no unit. weft
-does not see these modules. Therefore the graph of each root's first backward is inspected before it runs
-(`look_around`). weft raises an error for such parameters, unless the user handles their gradients with hooks,
+does not see these modules. Therefore the graph of each root's first backward without `inputs` is inspected before it
+runs (`look_around`). weft raises an error for such parameters, unless the user handles their gradients with hooks,
 `ignored_params`, DDP or FSDP. Parameters of other modules, such as a loss, only cause a warning: the user may reduce
 their gradients.
 """

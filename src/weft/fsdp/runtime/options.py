@@ -13,7 +13,8 @@ BUCKET_BYTES: int | None = None  # the default of `RuntimeOptions.bucket_bytes`
 
 class CaptureTable(Protocol):
     """The captured graphs of one model's parts. `failed`: per part, whether a capture failed on this rank since the
-    last `agree`. `agree`: gets, per part, whether a capture failed on any rank; parts without a failure may replay."""
+    last `agree`. `agree`: gets, per part, whether a capture failed on any rank, or with `check_collectives=False` on
+    this rank; parts without a failure may replay."""
 
     @property
     def failed(self) -> list[bool]: ...
@@ -43,9 +44,9 @@ class RuntimeOptions:
       whose backward runs. Units that share a message count as one. With 2, one unit is reduced while the next computes.
       With 1, there is no such overlap.
     - `check_collectives`: after each backward that reduces gradients, the ranks compare their collectives, and agree on
-      which parameters have gradients. False: hosts never wait for each other. In that case, every rank must run the
-      same units, and write to the same weights between the passes of a step. A parameter that no rank used gets a
-      gradient of zeros, not None.
+      which parameters have gradients. False: they skip this exchange, in which hosts wait for each other. In that case,
+      every rank must run the same units, and write to the same weights between the passes of a step. A parameter that
+      no rank used gets a gradient of zeros, not None, if the backward of its unit ran.
     - `graphs`: a `weft.Graphs` that chooses the parts of the model to capture in graphs. None: no part. Graphs need
       `allocator="trace"`.
     """
