@@ -50,7 +50,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
     `persistent`: a dict of the bytes that are always allocated on the device: "weights", "gradients" and, if weights
     are quantized, "quantized weights" (with their scales). `offloaded`: a dict of the bytes in CPU memory, with
     `CPUOffloadPolicy`: "weights" and "gradients". `transient`: a dict with the keys "gathered weights" and "partial
-    gradients". Each of its values is a dict with these keys:
+    gradients". Each of its values is a dict with these keys. If the model has several roots, each number is their sum:
 
         live          bytes in use now
         peak          the maximum of live so far

@@ -44,7 +44,7 @@ __all__ = [
 
 
 class WeftError(Exception):
-    """The base class of all errors that weft defines."""
+    """The base class of weft's public errors."""
 
 
 # --- what went wrong --------------------------------------------------------------------------------------------------
@@ -128,7 +128,10 @@ class TokensDamaged(WeftError, ValueError):
 
 
 class CheckpointMismatch(WeftError, ValueError):
-    """The keys, shapes or dtypes in the checkpoint differ from those of the state into which it is loaded."""
+    """The checkpoint does not fit the state into which it is loaded.
+
+    The keys, shapes or dtypes differ, or an optimizer's parameter groups or names of options.
+    """
 
 
 class ConversionError(WeftError, ValueError):

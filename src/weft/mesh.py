@@ -117,7 +117,7 @@ def init_meshes(
         ValueError: an unknown device type or one that this host lacks, a size below 1, a product
             `pp * dp_replicate * dp_shard * cp * tp` that is not the world size, an `ep` that does not divide the number
             stated above, or an `etp` that is neither 1 nor `tp`.
-        RuntimeError: no process group exists, and the environment does not describe one.
+        RuntimeError: no process group exists, and the environment variable `WORLD_SIZE` is not set.
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device_type={device_type!r}: choose 'cpu' or 'cuda'")

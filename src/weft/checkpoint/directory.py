@@ -1,12 +1,13 @@
 """The folder of a run's checkpoints: committed checkpoints, and leftovers of interrupted saves and deletions.
 
     checkpoints/
-        step-00000010/                committed: complete, flushed, its manifest lists every file
+        step-00000010/                committed: complete, flushed, its manifest lists every other file
         step-00000020.tmp-3f2a…/      being written, or left behind by a killed save
         step-00000005.trash-91bc…/    being deleted
-        step-00000020.damaged-0c4e…/  damaged; a run resumed from an older checkpoint and saved this step again
+        step-00000020.damaged-0c4e…/  damaged or of another run; the run resumed from another checkpoint and saved this
+                                      step again
         .lock                         held by rank 0 of the run that writes here
-        .run                          the run's identity; the manifest of each checkpoint contains it too
+        .run                          the run's identity; each manifest of format 3 contains it too
 
 A folder without a suffix is a committed checkpoint: only the rename at the end of `commit` creates such a name.
 """
@@ -114,7 +115,7 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Rename the folder of a damaged checkpoint, so that its step can be saved again. weft never deletes a folder that
+    """Rename the folder of a skipped checkpoint, so that its step can be saved again. weft never deletes a folder that
     was renamed in this way."""
     with operation("rename", checkpoint):
         os.rename(checkpoint, checkpoint.with_name(f"{checkpoint.name}.damaged-{uuid.uuid4().hex[:12]}"))

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into live state and reports every key that does not fit."""
+"""Loads a checkpoint into live state and reports keys that do not fit."""
 
 import io
 import pickletools

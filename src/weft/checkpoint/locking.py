@@ -1,6 +1,7 @@
 """Locks a folder, so that only one process at a time writes to it.
 
-flock                  if the file system supports it; the lock ends with the process
+flock                  if the file system supports it; the lock ends when it is released, or when its process and the
+                       processes forked from it have exited
 a lease, `.lease`      otherwise (some Lustre, NFS without lockd): a file that its owner renews every few seconds;
                        another process takes over a lease that was not renewed for `LEFT_S` seconds, or whose owner
                        was a process on the same host and has exited

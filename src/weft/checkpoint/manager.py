@@ -133,11 +133,11 @@ class CheckpointManager:
         `committed` is called on the first rank when the checkpoint is complete; with `asynchronous`, the background
         thread calls it.
 
-        Raises CheckpointError if a checkpoint of `step` already exists, unless the last `load` skipped that checkpoint.
-        In this case, `save` renames the skipped checkpoint and saves the new one. Also raises CheckpointError if
-        another run still holds the directory after 30 seconds. If one rank cannot copy its state, every rank raises an
-        error: that rank the original one, such as a TypeError that names a value that could not be loaded, and the
-        others a RuntimeError with its message, or the same error if it is one of weft's.
+        Raises CheckpointError if a checkpoint of `step` already exists, unless the last `load` without `step` skipped
+        that checkpoint. In this case, `save` renames the skipped checkpoint and saves the new one. Also raises
+        CheckpointError if another run still holds the directory after 30 seconds. If one rank cannot copy its state,
+        every rank raises an error: that rank the original one, such as a TypeError that names a value that could not be
+        loaded, and the others a RuntimeError with its message, or the same error if it is one of weft's.
         """
         self.wait()
         self._prepare(step)
@@ -205,8 +205,9 @@ class CheckpointManager:
         With `step`, raises CheckpointError if the checkpoint does not exist, is damaged or belongs to another run.
         Without `step`, raises it only if no checkpoint can be loaded. A damaged checkpoint may already have filled a
         part of `state`. Raises CheckpointMismatch, before `state` is changed, if keys, shapes or dtypes in `state`
-        differ from the stored ones, or if an optimizer's class or parameter groups do. The message lists the missing
-        keys, the unexpected keys and the keys with another shape or dtype, at most 20 of each.
+        differ from the stored ones, or if the parameter groups or the names of the options of an optimizer do. For
+        keys, the message lists the missing ones, the unexpected ones and those with another shape or dtype, at most 20
+        of each.
 
         An error in an object's `load_state_dict` is raised unchanged on the rank where it occurs. The other ranks raise
         the same error if it is one of weft's errors. For any other error, they raise a RuntimeError whose message gives

@@ -32,7 +32,7 @@ _KEPT = 4
 """The number of blocks of an open file that stay in memory, because reads of a tensor go back and forth between its
 first and last block."""
 _LARGEST = 1 << 28
-"""The largest size of a manifest in bytes. Each block takes 70 bytes."""
+"""The largest size of a manifest in bytes. Each block takes 72 bytes."""
 _NAME = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 IDENTITY = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

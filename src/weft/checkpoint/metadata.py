@@ -2,8 +2,8 @@
 
 The file is a pickle, and an ordinary unpickler would call every function that the file names. The unpickler here
 accepts only the few opcodes and classes of such a file. The content is then compared with the list of files in the
-manifest. Every part of every tensor must be in a listed file and have the size that its shape and dtype need. The parts
-must make up the whole tensor.
+manifest. Every part of every tensor must be in a listed file. The size of the part must be the size that its shape and
+dtype need, or at most 64 KiB larger. The parts must make up the whole tensor.
 """
 
 import io

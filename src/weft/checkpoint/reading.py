@@ -51,7 +51,7 @@ class Reader(dcp.FileSystemReader):
             by_file[self.storage_data[item.storage_index].relative_path].append(item)
         for name, items in by_file.items():
             with CheckedFile(self.checkpoint, name, self.manifest.files[name]) as stream:
-                # In file order, so that no block is read twice.
+                # In file order, so that a block which two neighboring items share is read once.
                 for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
                     place = self.storage_data[item.storage_index]
                     self._read(item, stream.cut_to(place.offset, place.length), planner, name)

@@ -90,8 +90,8 @@ class Stager:
         """Copy the values in `flat` to host memory, and return the copy when it is complete. Only this rank's part of a
         sharded tensor is copied.
 
-        Raises TypeError for a value that is neither a dense tensor nor plain data (numbers, strings, bytes, lists,
-        tuples, dictionaries, None): a load would refuse it.
+        Raises TypeError for a value that a load would refuse. A load accepts dense tensors and plain data (numbers,
+        strings, bytes, lists, tuples, sets, dictionaries, None).
         """
         planner = DefaultSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(flat))

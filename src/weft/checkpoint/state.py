@@ -46,7 +46,7 @@ def is_stateful(value: Any) -> TypeGuard[Stateful]:
 
 
 class ModelState:
-    """Weights and buffers of a model, sharded or not, under the names of the unsharded model."""
+    """Weights and persistent buffers of a model, sharded or not, under the names of the unsharded model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -125,7 +125,7 @@ class OptimizerState:
         self._filled = list(targets)
 
     def check_load(self, plain: Mapping[str, Any]) -> None:
-        """Raise CheckpointMismatch if the checkpoint has other parameter groups or is of another optimizer, or if a
+        """Raise CheckpointMismatch if the checkpoint has other parameter groups or options with other names, or if a
         parameter with stored state had another shape or dtype. Older checkpoints do not contain the shapes."""
         self._loaded_options(plain["groups"])
         saved = {name: shape for group in plain["groups"] for name, shape in group.get("shapes", {}).items()}
@@ -179,7 +179,7 @@ class OptimizerState:
 
 
 class RandomState:
-    """The random generators of Python, numpy and torch (CPU and this rank's accelerator), one set for each rank.
+    """The random generators of Python, numpy and torch (CPU and this rank's GPU), one set for each rank.
 
     If the number of ranks is the same as at the save, each rank restores its generators exactly. Otherwise each rank
     gets a new seed, which is derived from the saved state of rank 0's torch CPU generator, the index of the rank and

@@ -20,6 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     - 3: training was interrupted, and its last step is saved
     - 4: training was interrupted before anything was saved
 
+    `weft bench` returns the exit code of torchrun.
+
     `arguments`: the words after `weft`. Default: the arguments of this process. Raises SystemExit with code 2 for an
     invalid command.
     """

@@ -36,7 +36,7 @@ def sample(options: argparse.Namespace) -> int:
 
 
 def chat(options: argparse.Namespace) -> int:
-    """Read each line of standard input as the next message of one conversation, and print the model's answer to it."""
+    """Read each nonempty line of standard input as the next message of one conversation, and print the answer to it."""
     choices = _choices(options)
     source = _source(options)
     _ = source.template, source.tokenizer  # raises before the first message if the model lacks one

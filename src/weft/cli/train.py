@@ -117,7 +117,7 @@ def _check_ranks(options: argparse.Namespace, place: "Place | None") -> None:
 
 
 def _check_weights(options: argparse.Namespace, config_path: str) -> None:
-    """Add `--from` to the overrides. Raise ConfigError if weights are given to a run that is resumed."""
+    """Add `--from` to the overrides. Without `--resume-or-start`, raise ConfigError for weights of a resumed run."""
     from weft.train.config import ConfigError, load_config
 
     if options.weights is not None:
@@ -155,7 +155,7 @@ def _local_devices() -> int:
 def _command(options: argparse.Namespace, *, configured: bool = True) -> str:
     """Return the command that resumes this run or, without its configuration (`configured` is False), an earlier run.
 
-    The command lacks --resume, which `resuming` adds, and --from, because only new runs load weights.
+    The command lacks --resume, which `resuming` adds, --from, because only new runs load weights, and --trust.
     """
     words = ["weft", "train"]
     if configured:

@@ -1,11 +1,11 @@
-"""Rules for the buffers of your own model, such as the running statistics of BatchNorm.
+"""Rules for the persistent buffers of your own model, such as the running statistics of BatchNorm.
 
     "broadcast"   after each step all ranks take the buffers of rank 0
-    "mean"        after each step all ranks take the mean, but take integer buffers from rank 0
+    "mean"        after each step all ranks take the mean, but take buffers without a floating-point dtype from rank 0
     "own"         each rank keeps its own buffers, and a checkpoint holds the buffers of every rank
 
-With "broadcast" and "mean", buffers are equal on all ranks, so validation and checkpoints do not depend on the rank.
-These rules apply after every step, not only before a save, so that a resumed run equals an uninterrupted one.
+With "broadcast" and "mean", these buffers are equal on all ranks, so validation and checkpoints do not depend on the
+rank. These rules apply after every step, not only before a save, so that a resumed run equals an uninterrupted one.
 """
 
 from collections import defaultdict

@@ -63,9 +63,9 @@ class ChatTemplate:
     def spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text, and the ranges (begin, end) of the characters that the assistant writes.
 
-        Raises ConfigError if the ranges cannot be determined. This can happen only with a template that has no
-        {% generation %}: if it renders a message differently when other messages follow, or if a rendered answer does
-        not begin with the generation prompt.
+        Raises ConfigError if the template rejects the messages, or if the ranges cannot be determined. The latter can
+        happen only with a template that has no {% generation %}: if it renders a message differently when other
+        messages follow, or if a rendered answer does not begin with the generation prompt.
         """
         if self.marks:
             return _unmarked(self._marked(messages, False))

@@ -3,8 +3,9 @@
     [section]          ->  TrainConfig.section
     name = value           .name
 
-Every field has a default, so a configuration lists only the values that differ from the defaults. Nothing is ignored:
-an unknown name, a value of the wrong type and a value out of range each raise `ConfigError`.
+Every field except `model.factory` has a default, so a configuration lists only the values that differ from the
+defaults. Nothing is ignored: an unknown name, a value of the wrong type and a value out of range each raise
+`ConfigError`.
 """
 
 import dataclasses
@@ -152,7 +153,7 @@ class TrainConfig:
         - a sharding size or a pipeline schedule that does not fit the number of ranks
         - a global batch that cannot be divided into equally many microbatches for each data-parallel rank
         - `train.overlap` with only one microbatch per step on each rank
-        - sizes that do not fit into memory
+        - a weight, the tokens of a microbatch or the positions of a step that do not fit into memory
         - a `model.vocab_size` smaller than the tokenizer's vocabulary
         - `train.sample` for your own model, for data without a tokenizer, with `pp`, `cp` or `tp` above 1, or without
           a token
@@ -344,7 +345,7 @@ def _no_table(section: str, value: Any) -> str:
 def _unpin_warmup(tables: dict[str, Any]) -> tuple[str, ...]:
     """Unset `schedule.warmup_steps` if an override sets `train.steps` too low for that many warmup steps.
 
-    Any configuration can then be tried for a few steps. Returns the lines to print.
+    A configuration with a long warmup can then be tried for a few steps. Returns the lines to print.
     """
     schedule, steps = tables.get("schedule"), tables["train"].get("steps")
     if not isinstance(schedule, dict) or type(steps) is not int or type(schedule.get("warmup_steps")) is not int:

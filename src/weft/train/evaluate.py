@@ -117,7 +117,7 @@ def evaluate(
             machine.
         say: called with lines about the progress, and about damaged checkpoints that are skipped.
 
-    Raises ConfigError for an override that does not affect the loss.
+    Raises ConfigError for an override that is known not to affect the loss.
     """
     require_exists(run, "name the directory of a run")
     if not (run / CONFIG).is_file():
@@ -160,7 +160,7 @@ def evaluate(
 
 
 def _refuse_without_effect(overrides: list[str], config: TrainConfig) -> None:
-    """Raise ConfigError for an override that does not affect the validation loss."""
+    """Raise ConfigError for an override that is known not to affect the validation loss."""
     names = [override.partition("=")[0].strip() for override in overrides]
     apart = bool(config.data.validation_paths) and "data.validation_paths" not in names
     for name, override in zip(names, overrides):

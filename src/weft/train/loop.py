@@ -157,14 +157,14 @@ class Trainer:
         }
 
     def _check_state(self) -> None:
-        """Raise ConfigError before the first step if the state cannot be saved."""
+        """Raise ConfigError before the first step if the optimizer has a parameter that the model lacks."""
         try:
             self.state()
         except ValueError as error:
             raise ConfigError(f"optimizer: cannot be in a checkpoint: {error}") from error
 
     def _go_on(self) -> None:
-        """Load the newest intact checkpoint, and apply the settings that have changed since it was saved."""
+        """Load the newest intact checkpoint or copy, and apply the settings that have changed since it was saved."""
         options = configured_options(self.optimizer, self._optimizer_config)
         try:
             state = self.state()
@@ -330,8 +330,8 @@ class Trainer:
         if self.average and not skipped:
             self.average.after_step()
 
-        # One small all-reduce per step carries all values that ranks must agree on. If your loss returns numbers, a
-        # second all-reduce carries these.
+        # One small all-reduce per step carries the losses, the counts and the requests to stop. If your loss returns
+        # numbers, a second all-reduce carries these.
         mean = losses.double().mean() / self.ranks
         parts = self.ranks // self.config.sharding.pp  # ranks per stage: only one stage has a given router or depth
         router_mean = router_losses.double() / (len(microbatches) * parts)

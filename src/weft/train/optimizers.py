@@ -5,7 +5,7 @@
     "Muon"                    matrices of layers, each whole on one rank; AdamW updates the other parameters
     "package.module:Class"    every parameter
 
-Weight decay applies to matrices only, not to norms and biases.
+Weight decay applies only to parameters with at least two dimensions, such as matrices.
 """
 
 import inspect

@@ -53,7 +53,7 @@ class Saves:
         self.checkpoints = CheckpointManager(folder, keep=config.keep, progress=say)
         self.copies: CheckpointManager | None = None
         self.saved_step = 0
-        """The step of the newest checkpoint on disk that this run wrote or read."""
+        """The step of the newest checkpoint on disk that this run wrote or found."""
         try:
             self.checkpoints.claim()  # first, because the previous writer may still save a checkpoint
             if config.memory_every and memory is not None:
@@ -126,7 +126,11 @@ class Saves:
         return True
 
     def copy(self, step: int) -> None:
-        """Copy the state to memory if a copy is due at `step`. If this fails, the run prints a line and continues."""
+        """Copy the state to memory if a copy is due at `step`.
+
+        If the background thread cannot write the copy, the run prints a line later and continues. Earlier errors are
+        raised.
+        """
         every = self._config.memory_every
         if self.copies is None or step % every:
             return

@@ -13,7 +13,7 @@ class Position:
     step: int = 0
     """The number of completed optimizer steps."""
     tokens: int = 0
-    """The number of training tokens seen, over all ranks."""
+    """The number of training tokens seen, over all ranks; with your own data, the number of samples."""
     seconds: float = 0.0
     """The seconds spent in training steps."""
     validation_loss: float | None = None

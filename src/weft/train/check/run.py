@@ -53,7 +53,7 @@ def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> 
 
     The step trains a small copy of `config`. `ranks`: the number of ranks of the training. If it is above 8, the step
     runs on fewer ranks where possible. `sizes_are_small`: run `config` itself, on all `ranks`. Raises ConfigError
-    for your own model (model.factory), or for a configuration that cannot run on this number of ranks.
+    for your own model (model.factory). `config.validate(ranks)` must accept the configuration.
     """
     if not isinstance(config.model, weft.models.HybridConfig):
         raise ConfigError(

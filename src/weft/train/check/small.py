@@ -3,7 +3,8 @@
 in the configuration              in the small copy
 sizes split over an axis          few heads, groups, experts or columns per rank; the number of heads per group changes
                                   only if no smaller number of groups fits
-layers                            one of each kind in each segment
+layers                            one of each kind in each segment, and more if the stages need them; all layers if
+                                  settings name layers by number
 more than `_FEW` ranks            at most 2 replicas, shards and expert-parallel ranks, if that fits
 precision                         fp64
 router losses                     off with context parallelism: each rank would average over its slices of a row

@@ -52,7 +52,7 @@ class Document(NamedTuple):
 def find_files(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path] = ()) -> list[File]:
     """Return the files that `paths` name, in a fixed order. A folder stands for the files below it that match
     `data.include` (by default the patterns of `data.kind`), except hidden files and, for kinds of text, binary files.
-    Empty `paths` stand for the source files of Python's standard library.
+    Empty `paths` stand for the source files of Python's standard library, without its tests.
 
     `setting`: the setting that names the paths, for errors. `written`: folders to which runs write. They are skipped
     inside the folders of `paths`. Raises ConfigError for a path that does not exist, does not fit `data.kind`, or is
@@ -295,8 +295,9 @@ Piece = tuple[int, int, int]
 def _split(sizes: list[int], fraction: float) -> tuple[list[Piece], list[Piece]]:
     """Return training and validation pieces, each in file order.
 
-    A small file is one piece. A larger file is cut into pieces of at most a quarter of the validation text. Validation
-    takes pieces in the order of a hash of their number, as long as they fit.
+    A small file is one piece. A larger file is cut into pieces of at most 16 MiB and, if only a part is held out, of at
+    most a quarter of the validation text. Validation takes the pieces that still fit, in the order of a hash of their
+    number.
     """
     total = sum(sizes)
     limit = min(_LARGEST_PIECE, max(1, int(total * fraction / 4))) if 0 < fraction < 1 else _LARGEST_PIECE

@@ -1,6 +1,8 @@
 """Facts about a run that are not metrics, kept in the run's folder for the report:
 
-parameters, ranks, device, versions, command, commit, units, resumed, pattern  written at the start
+mark: imported code of the configuration that this user has named              written at the start, like the next line
+    (`weft.train.run.trust`)
+parameters, ranks, device, versions, command, commit, units, resumed, pattern
 description: the text of `weft.describe`                                       written at the end, like all facts below
 memory: the result of `weft.memory_report`, or a list of them for the ranks of a pipeline
 baseline: the validation loss of the bigram table in nats per byte
@@ -9,7 +11,6 @@ operations: the number of operations in a step of the first rank, as text
 seconds: the time spent in steps
 computed: the seconds that each rank spent computing in the last step, if a timeline was recorded
 reported: the step at which the final report was written
-mark: which imported code of the configuration this user has named (`weft.train.run.trust`)
 """
 
 import json

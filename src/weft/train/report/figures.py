@@ -42,7 +42,7 @@ Draw = Callable[[Figure, Theme], None]
 Curve = Sequence[tuple[float, float]]
 """(step, value) in order of step."""
 POINTS = 1200
-"""The maximum number of points drawn of a curve. More points would not be visible."""
+"""The maximum number of points drawn of a training curve. More points would not be visible."""
 
 
 def render(draw: Draw, theme: Theme, size: tuple[float, float] = (5.2, 3.6), kind: str = "svg") -> bytes:

@@ -28,7 +28,8 @@ NO_PICTURES = "no pictures: they need matplotlib; install weft[train] for them"
 def write_report(run_directory: str | Path, *, live_s: float = 0) -> Path:
     """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder. Return report.html's path.
 
-    The content comes from the metrics, the configuration and the facts in the folder. Missing parts are left out.
+    The content comes from the files in the folder: metrics, configuration, facts, timeline and stages. Missing parts
+    are left out.
     Without matplotlib, pictures are left out. The same files give the same report, byte for byte. `live_s`: for a run
     that is still training, the seconds after which the page reloads itself; 0 for a run that has ended. Raises
     ConfigError if the report cannot be written.

@@ -3,7 +3,8 @@
     REFUSED   the new value would not fit the trained weights, the data so far or the saved state, or would have no
               effect. With `run.renumber`, a pattern that groups the same layers differently is PRINTED
     PRINTED   the setting takes effect, and is printed before the first step
-    SILENT    the setting takes effect, and changes the results by no more than rounding
+    SILENT    the setting takes effect, and changes the results by no more than rounding. Exceptions: router losses if
+              `sharding.cp` changes, and your own model if it uses dropout or the other rows of a microbatch
 
 docs/training.md has this table for users.
 """

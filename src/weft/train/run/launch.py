@@ -73,8 +73,8 @@ def launch(
 
     - `resume_command`: printed to stderr after a failure, if there is a checkpoint from which to resume.
     - `restarts`: the maximum number of restarts of all ranks after failures with exit code 1. A restart resumes from
-      the newest checkpoint. If two starts in a row fail with the same message, and neither a checkpoint nor a copy
-      in memory was saved in between, the ranks are not restarted again.
+      the newest checkpoint. If two starts in a row fail with a traceback and the same message, and neither a
+      checkpoint nor a copy in memory was saved in between, the ranks are not restarted again.
     - `restart_ranks`: the number of ranks after a restart. Default: `ranks`.
     - `keeps_copies`: whether ranks copy their state to memory. A restart resumes from such a copy if the copy is newer
       than the newest checkpoint on disk.

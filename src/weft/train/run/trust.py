@@ -1,9 +1,9 @@
 """Decides whether code that the configuration of a run directory names may be imported.
 
 The config.toml of a run directory may name code: `model.factory`, loggers, an optimizer. The code is imported without
---trust only for directories that this user made on this machine. The facts.json of such a directory has a mark: an HMAC
-of the directory's path and the named code, with a key in the user's state folder. A directory that was copied or moved
-has no valid mark.
+--trust only for directories that this user made on this machine, or in which this user resumed the run with --trust.
+The facts.json of such a directory has a mark: an HMAC of the directory's path and the named code, with a key in the
+user's state folder. A directory that was copied or moved to another path has no valid mark.
 """
 
 import hashlib
@@ -53,8 +53,8 @@ def require_trust(directory: Path, config: TrainConfig, overrides: Sequence[str]
 
 
 def mark_as_own(directory: Path, config: TrainConfig) -> None:
-    """Mark `directory` as made by this user with the code that `config` names. If the mark cannot be written, later
-    uses of the directory need --trust."""
+    """Mark `directory` as made or trusted by this user with the code that `config` names. If the mark cannot be
+    written, later uses of the directory need --trust."""
     if code := named_code(config):
         with suppress(OSError):
             from weft.train.report.facts import keep_facts  # imports torch, not needed to start ranks

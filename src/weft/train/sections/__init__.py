@@ -1,4 +1,5 @@
-"""The sections of a configuration as frozen dataclasses. Every field has a default and a docstring of one line.
+"""The sections of a configuration as frozen dataclasses. Every field has a docstring of one line and,
+except `model.factory`, a default.
 
     [section]     ->  SectionConfig
     name = value      .name
