@@ -30,6 +30,7 @@ from weft.train.run.peers import Peers
 from weft.train.run.runs import CONFIG, LOGS, Run, remove_if_unused
 from weft.train.run.stop import Requests
 from weft.train.run.trust import mark_as_own
+from weft.train.run.world import STORE
 from weft.train.saves import Saves
 
 
@@ -67,6 +68,23 @@ def test_a_stranger_is_neither_heard_nor_answered(first_of_two):
     assert heard == []
     assert answer_to(rank, lie | {"secret": rank._own["secret"]}) == {"what": "the setup"}
     assert heard == [lie["said"]]
+
+
+SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODELIST": "localhost"}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "elsewhere"),
+    [(SLURM, True), (TORCHRUN, True), (TORCHRUN | {STORE: "/tmp/store"}, False), ({}, False)],
+    ids=["SLURM without MASTER_ADDR", "torchrun", "weft train in a shell with MASTER_ADDR", "alone"],
+)
+def test_ranks_are_reached_on_other_hosts_wherever_some_may_be(environment, elsewhere, monkeypatch):
+    for name in {*SLURM, *TORCHRUN, STORE}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (peers._own_hosts()[1:] == [socket.gethostname()]) is elsewhere
 
 
 def test_a_file_that_takes_another_one_s_place_is_flushed_before(tmp_path, monkeypatch):

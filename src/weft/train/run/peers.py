@@ -14,8 +14,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
+
+from weft.train.run.world import place_from
 
 _ASK, _TELL = "ask", "tell"
 _LOOPBACK = "127.0.0.1"
@@ -141,8 +144,9 @@ def _line(connection: socket.socket) -> bytes:
 
 def _own_hosts() -> list[str]:
     """Return addresses at which other ranks may reach this process, likely ones first."""
-    master = os.environ.get("MASTER_ADDR")
-    if not master:  # all ranks are on this host
+    place = place_from(os.environ)
+    master = urlsplit(place.init_method).hostname if place is not None else os.environ.get("MASTER_ADDR")
+    if not master:  # all ranks are on this host: those of `weft train --ranks` meet at a file
         return [_LOOPBACK]
     hosts = []
     with suppress(OSError):
