@@ -143,8 +143,8 @@ def _refuse_in_use(driver: UnitDriver) -> None:
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """Return the plan of the model's next step, if that step repeats the last one. None until the first
-    pass has ended, and after a failed pass until another pass has ended.
+    """Return the plan of a step in which each pass repeats the last pass of its kind. Return None before the first pass
+    has ended, and after a failed pass until another pass has ended.
 
     `model`: the root, or any sharded module inside it. The plan is always for the whole model. `print(plan.table())`
     shows the actions at each event. If all steps are equal, `plan.peak_bytes` equals the peaks that `memory_report`

@@ -4,10 +4,12 @@
     -------------------  ----------------------------------------------  -----------------------------------------------
     before the first     its units, and the groups that it trains        a group is reduced if any rank trains it
       pass
-    at the end of a      its collectives, parameters with gradients,     a parameter has a gradient if it has one on any
-      backward           units that wait for a turn, groups that it      rank; units that wait on any rank are reduced;
-                         trains now, failed graph captures, units that   if all ranks had the same order, it is agreed;
-                         a pass has resharded                            units that any rank has resharded are resharded
+    at the end of a      checksums of its collectives and of the order   if collectives differ, CollectiveMismatch; a
+      backward           in which its units were ready to reduce;        parameter has a gradient if it has one on any
+                         parameters with gradients, units that wait      rank; units that wait on any rank are reduced;
+                         for their turn to reduce, groups that it        later backwards reduce in this order if it was the
+                         trains now, failed graph captures, units that   same on all ranks; units that any rank has
+                         a pass has resharded                            resharded are resharded
 
 With `check_collectives=False` the ranks exchange nothing. Each rank then assumes that every parameter that requires
 gradients has one.
