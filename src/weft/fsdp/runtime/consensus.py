@@ -7,8 +7,8 @@
     at the end of a      checksums of its collectives and of the order   if collectives differ, CollectiveMismatch; a
       backward           in which its units were ready to reduce;        parameter has a gradient if it has one on any
                          parameters with gradients, units that wait      rank; units that wait on any rank are reduced;
-                         for their turn to reduce, groups that it        later backwards reduce in this order if it was the
-                         trains now, failed graph captures, units that   same on all ranks; units that any rank has
+                         for their turn to reduce, groups that it        later backwards reduce in this order if it was
+                         trains now, failed graph captures, units that   the same on all ranks; units that any rank has
                          a pass has resharded                            resharded are resharded
 
 With `check_collectives=False` the ranks exchange nothing. Each rank then assumes that every parameter that requires
