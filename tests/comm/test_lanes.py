@@ -220,7 +220,7 @@ def test_who_abandons_transfers_waits_for_their_end_but_not_for_ever(monkeypatch
 
     class Late:
         def wait(self, timeout) -> None:
-            assert timeout.total_seconds() >= 1e-3, "torch would wait for ever"
+            assert timeout.total_seconds() >= 1e-3, "torch would wait without a limit"
             clock[0] += min(share * limit, timeout.total_seconds())
             raise RuntimeError("out of time")
 

@@ -13,9 +13,11 @@ Curve = list[tuple[float, float]]
 def memory_groups(memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> dict[str, dict[str, float]]:
     """Return group -> role (such as "weights") -> bytes, without roles of 0 bytes and without empty groups.
 
-    `memory`: the result of `weft.memory_report`, which gives the groups "at rest" and "peak in a step"; or a list with
-    one result for each rank of a pipeline, which gives these groups for each rank, such as "rank 0, at rest". A plain
-    mapping role -> bytes becomes the group "by role".
+    `memory`: one of
+
+    - the result of `weft.memory_report`: the groups are "at rest" and "peak in a step";
+    - a list with one such result for each rank of a pipeline: the groups are "rank 0, at rest" and so on;
+    - a mapping role -> bytes: the group is "by role".
     """
     if not memory:
         return {}
