@@ -61,8 +61,8 @@ class ModelState:
 class OptimizerState:
     """An optimizer's state by parameter name. The state can be loaded on any number of ranks, with any sharding.
 
-    An optimizer of `weft.optim.flat` saves the same state as the torch optimizer that it replaces, so each can load
-    what the other saved.
+    An optimizer of `weft.optim.flat` saves the same state as the torch optimizer that it replaces. Each can load what
+    the other saved, if both have the same parameter groups.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

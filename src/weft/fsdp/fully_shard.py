@@ -64,9 +64,10 @@ def fully_shard(
             nothing from other nodes.
         shard_placement_fn: called with each parameter. It may return `weft.TensorAtomic()` (never cut),
             `weft.BlockAtomic(rows)` (cut only between blocks of rows), None or `Shard(0)` (cut between rows if this
-            needs little padding, otherwise anywhere), or `Shard(dim)` (cut between slices along another dimension;
-            shards may be unequal). It may also return torch's `ShardPlacementResult`, whose `mesh_info` gives the
-            parameter another mesh, as for experts.
+            needs little padding, otherwise anywhere; a quantized weight that is not tensorwise: only between blocks of
+            its recipe), or `Shard(dim)` (cut between slices along another dimension; shards may be unequal). It may
+            also return torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh, as for
+            experts.
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
         offload_policy: `weft.OffloadPolicy` (the default: no offloading) or `weft.CPUOffloadPolicy` (sharded weights,
             gradients and optimizer state stay in CPU memory). Both are torch's classes.

@@ -13,7 +13,7 @@ from weft.graphs.table import Engine, GraphTable
 class Graphs(Settings):
     """Settings of `RuntimeOptions(graphs=...)`: capture parts of a model in CUDA graphs, and replay them.
 
-    A replay takes one launch per part, not one per operator.
+    A replay launches one graph per part, not one kernel per operator.
 
     - `scopes`: the parts of the layers of `weft.models` to capture, by default all of these: "attn", "mamba", "mlp"
       (dense MLPs, and the shared expert), "moe_router", "moe_preprocess" (needs "moe_router"), "experts" (captured only

@@ -303,12 +303,12 @@ class HybridModel(nn.Module):
                 -100 to ignore the position.
             cache: a dict for generation. Pass an empty dict to the first call, and the same dict to later calls. The
                 `tokens` of a later call continue the sequence of the earlier calls. Each call updates the dict and
-                returns the logits of its own `tokens`. They are equal to the logits that one call with the whole
-                sequence returns for these positions. One exception is a `rope_scaling` of type "dynamic" or "longrope",
-                whose rotation depends on the length of the sequence. The logits are then equal to those of one call
-                with the sequence up to these `tokens`. A call that changes the rotation of earlier positions recomputes
-                these positions. Another exception is a `capacity_factor`: each call applies the capacity to its own
-                tokens only.
+                returns the logits of its own `tokens`. Within rounding, they are equal to the logits that one call with
+                the whole sequence returns for these positions. One exception is a `rope_scaling` of type "dynamic" or
+                "longrope", whose rotation depends on the length of the sequence. The logits are then equal to those of
+                one call with the sequence up to these `tokens`. A call that changes the rotation of earlier positions
+                recomputes these positions. Another exception is a `capacity_factor`: each call applies the capacity to
+                its own tokens only.
             documents: the documents and the padding in the rows. No information passes between documents,
                 except in routers: auxiliary losses and capacities of experts are computed over whole rows or, with
                 context parallelism, over each rank's slices. The label at a document's last position is ignored (for

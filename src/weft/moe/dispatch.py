@@ -40,7 +40,8 @@ class Handle:
     """The sizes and the order of one exchange: integers and index tensors, nothing differentiable.
 
     - `sent`, `received`: the numbers of rows that this rank sends and receives in `dispatch`.
-    - `assignments`: the number of pairs (token, expert) that this rank's experts compute.
+    - `assignments`: the number of pairs (token, expert) that this rank's experts compute. With `pad_to_capacity`, rows
+      of padding are counted too.
     - `offsets` [local experts] int32: the index after each expert's last row, once the rows are sorted by expert.
     - `by_expert` [received] int64: the index that sorts arrived rows by expert. `by_arrival` [received] int64: its
       inverse. Both are None if the rows arrive sorted by expert, or if `rows_per` is "rank".
@@ -201,7 +202,8 @@ class AllToAll:
     into equal ranges, one for each rank, in rank order.
 
     `rows_per`: "rank" sends a token once to each rank that has any of its experts. "expert" sends a token once for each
-    of its experts; the layer's outputs are then bit-equal to the outputs of one process.
+    of its experts. The outputs of a layer without a shared expert and without `latent_size` are then bit-equal to the
+    outputs of one process.
 
     Collective: every rank of the group must build its dispatchers in the same order. Rows use a lane (a communication
     queue that runs in parallel with the computation). The numbers of rows use a second lane, so that they never wait

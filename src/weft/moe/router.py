@@ -59,7 +59,8 @@ class Router(nn.Module):
             constant, and the router learns only from auxiliary losses.
         scaling_factor: multiply the weights by this factor.
         num_groups: divide the experts into this many groups, and choose a token's experts only from the token's best
-            groups. A group's score is the sum of the scores of its two best experts (DeepSeek-V3, section 2.1.2).
+            groups. A group's score is the sum of the scores (with `expert_bias`, scores plus bias) of its two best
+            experts (DeepSeek-V3, section 2.1.2).
         topk_groups: the number of groups from which a token's experts are chosen.
         expert_bias: choose the experts by the sum of their scores and a buffer `expert_bias`. The weights do not
             contain the bias. Call `update_bias` after each optimizer step (`weft.train` does): it changes the buffer so

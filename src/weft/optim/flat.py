@@ -25,7 +25,7 @@ from weft.mesh import parts_of
 from weft.optim.run import FlatRun, Member, runs_of
 
 ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
-"""The optimizers of torch.optim that update each element only from the gradient and the state of that element."""
+"""The optimizers of torch.optim that update each element only from its own value, gradient and state."""
 
 
 def flat(
@@ -54,7 +54,8 @@ def flat(
     gradients, `step` casts them to the dtype of the weights, one flat tensor at a time.
 
     The `.grad` of a flat tensor is a DTensor over all ranks, so that `torch.amp.GradScaler` skips a step on all ranks
-    or on none.
+    or on none. Do not use `GradScaler` with pipeline stages, where a rank has only the gradients of its own stages. If
+    ranks have different experts, the gradients of experts and of other parameters must have the same dtype.
 
     Frozen sharded parameters are included, and are updated once they have gradients. Exceptions are parameters that are
     kept only in quantized form: after you unfreeze one, build the optimizer again. Otherwise, `step` raises ValueError.

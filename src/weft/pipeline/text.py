@@ -25,7 +25,7 @@ _ACTION = re.compile(r"([FBIW])(\d+)\.(\d+)")
 
 
 def format_table(table: Table) -> str:
-    """Return `table` in the text form that `parse_table` reads."""
+    """Return `table` in the text form that `parse_table` reads. Its name must not be empty or contain blanks or `#`."""
     head = f"table {table.name}: chunks {table.chunks}, microbatches {table.microbatches}, placement {table.placement}"
     rows = [_format_row(f"rank {rank}:", entries) for rank, entries in enumerate(table.ranks)]
     return "\n".join([head, *rows]) + "\n"
@@ -54,8 +54,8 @@ def read_table(path: str | Path) -> Table:
 def parse_table(text: str, source: str = "table") -> Table:
     """Return the checked table that `text` describes.
 
-    `source`: the name of the text in errors. Raises ValueError, with the line number, for invalid text. Raises
-    TableError for a table that cannot run.
+    `source`: the name of the text in errors. Raises ValueError for text that is empty or invalid; for an invalid line,
+    the message gives its number. Raises TableError for a table that cannot run.
     """
     head: re.Match[str] | None = None
     ranks: list[list[Entry]] = []

@@ -53,7 +53,8 @@ def scaled_product(
 
     `x`: `[rows, K]`, where K is the size of dimension `dim` of the weight. `payload`, `scales`: the weight's payload
     and scales, from `quantize`. `offsets`: for a stack of matrices, the row of `x` at which the rows of each matrix
-    end. Matrix i multiplies the rows `x[offsets[i - 1] : offsets[i]]`, and matrix 0 the rows `x[: offsets[0]]`.
+    end. Matrix i multiplies the rows `x[offsets[i - 1] : offsets[i]]`, and matrix 0 the rows `x[: offsets[0]]`. On
+    CUDA, if `x` is quantized too, the weight must be one matrix, and `recipe` tensorwise or rowwise.
     """
     other = beside(recipe, dim, by_row=offsets is not None)
     if x.is_cuda and other is not None:

@@ -33,7 +33,8 @@ Callback = Callable[["Trainer", dict[str, Any]], None]
 class Trainer(loop.Trainer):
     """Trains any module with the loop of `weft train`, which shards, logs, saves and resumes.
 
-    A run that resumes on the same number of ranks equals an uninterrupted run bit for bit.
+    A run that resumes on the same number of ranks equals an uninterrupted run bit for bit, if your data and functions
+    are deterministic.
 
         trainer = weft.train.Trainer(
             model=build,  # an nn.Module, or a function that builds one, which is called on the meta device

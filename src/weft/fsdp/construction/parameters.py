@@ -77,7 +77,8 @@ _PLAIN_FUNCTIONS = [_function_of(kind) for kind in (torch.Tensor, nn.Parameter)]
 
 @dataclass(frozen=True)
 class TensorAtomic:
-    """A choice of `shard_placement_fn`: one rank has the whole tensor. Optimizers such as Muon need whole matrices."""
+    """A choice of `shard_placement_fn`: the tensor (with tensor parallelism, each slice of it) is not cut. Optimizers
+    such as Muon need whole matrices."""
 
 
 @dataclass(frozen=True)

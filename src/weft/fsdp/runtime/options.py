@@ -38,7 +38,7 @@ class RuntimeOptions:
       for gradients. "caching" allocates each buffer with torch's allocator before each use, and frees it after.
     - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: the next unit or bucket; in
       a schedule, two units.
-    - `bucket_bytes`: adjacent units of at most this total size share a message (0: none do). None: an eighth of the
+    - `bucket_bytes`: adjacent units of at most this total size may share a message (0: none do). None: an eighth of the
       model, but at least the transport's latency times its bandwidth, and at most four times this product.
     - `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit
       whose backward runs. Units that share a message count as one. With 2, one unit is reduced while the next computes.
