@@ -1,5 +1,6 @@
 import os
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import weft
 from tests.pool import distributed
 from weft.checkpoint import (
     CheckpointError,
@@ -243,6 +245,22 @@ def test_another_optimizer_is_an_error(tmp_path):
     manager.load({"optimizer": OptimizerState(model, other)})
     assert [group["lr"] for group in other.param_groups] == [0.5, 0.1], "a group without parameters is no difference"
     assert len(other.state) == 6
+
+
+@pytest.mark.parametrize("saved_by_name", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, partial(weft.optim.flat, torch.optim.SGD)])
+@distributed(1)
+def test_an_optimizer_that_got_its_parameters_by_name_is_no_other_optimizer(tmp_path, kind, saved_by_name):
+    model = weft.fully_shard(make(sharded=False)[0])
+    by_name = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    other = kind(model if isinstance(kind, partial) else model.parameters(), lr=0.2)
+    saved, loaded = (by_name, other) if saved_by_name else (other, by_name)
+    rate = saved.param_groups[0]["lr"]
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state_of(model, saved))
+        manager.load(state_of(model, loaded))
+    assert loaded.param_groups[0]["lr"] == rate
+    assert "param_names" in by_name.param_groups[0] and "param_names" not in other.param_groups[0]
 
 
 @pytest.mark.parametrize("different", ["class", "groups"])

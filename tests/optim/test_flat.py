@@ -430,14 +430,16 @@ def test_norms_count_complex_unsharded_and_frozen_gradients(norm_type):
             torch.testing.assert_close(nets.full(parameter.grad), other.grad)
     assert all(entry.gradient is not None for entry in weft.parameter_norms(model).values())
 
-    plain, ignoring, root_plain = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(3))
-    for other in (ignoring, root_plain):
+    plain, *others = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(4))
+    ignoring, root_plain, bare = others
+    for other in others:
         other.load_state_dict(plain.state_dict())
     weft.fully_shard(ignoring, ignored_params=[ignoring[1].weight])
     weft.fully_shard(root_plain[0], ignored_params=[*root_plain[1].parameters()])
+    weft.fully_shard(bare, ignored_params={*bare.parameters()})
     plain(torch.ones(2, 3)).sum().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
-    for model in (ignoring, root_plain):
+    for model in others:
         model(torch.ones(2, 3)).sum().backward()
         model[0].requires_grad_(False)  # its gradients are still there
         torch.testing.assert_close(weft.optim.clip_grad_norm_(model, 0.1, norm_type), expected)

@@ -172,7 +172,7 @@ class OptimizerState:
     def _options(self, index: int) -> dict[str, Any]:
         group = self.optimizer.param_groups[index]
         return {
-            **{key: value for key, value in group.items() if key != "params"},
+            **{key: value for key, value in group.items() if key not in ("params", "param_names")},
             "names": list(self._all_shapes[index]),
             "shapes": self._all_shapes[index],
         }
@@ -241,7 +241,7 @@ def _room_for(field: str, stored: Stored, parameter: torch.Tensor) -> Any:
 
 
 def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("names", "shapes")}
+    return {key: value for key, value in group.items() if key not in ("names", "shapes", "param_names")}
 
 
 def _compare_groups(saved: list[list[str]], here: list[list[str]]) -> None:

@@ -195,9 +195,13 @@ def _norm_of(
         again = {group for module in model.shared_ends for group in _groups_of(module)}
         groups = [group for group in groups if group not in again]
     if groups:
-        total = _total(groups, norm_type, unsharded)
+        total = _total(groups, norm_type)
     else:
         total = torch.zeros((), dtype=torch.float32, device=unit_of(model).device)
+    if unsharded:
+        each = torch.stack([_whole_norm(tensor, norm_type).to(total.device) for tensor in unsharded])
+        both = torch.cat([total.reshape(1), each if infinite else each.pow(norm_type)])  # fp64 if any of them is
+        total = both.max() if infinite else both.sum()
     if stages is not None:
         # In fp64 on every stage, because stages may have gradients of different dtypes.
         parts = list(torch.zeros(stages.size(), dtype=torch.float64, device=total.device).split(1))
@@ -208,8 +212,9 @@ def _norm_of(
     return total if infinite else total.pow(1 / norm_type)
 
 
-def _total(groups: Sequence[ParameterGroup], norm_type: float, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of |g| ** norm_type over all gradient elements g of one stage; for `math.inf`, the largest |g|."""
+def _total(groups: Sequence[ParameterGroup], norm_type: float) -> torch.Tensor:
+    """Return the sum of |g| ** norm_type over all elements g of the gradients of `groups`; for `math.inf`, the largest
+    |g|."""
     ranks, infinite = ModelRanks(groups), math.isinf(norm_type)
     pieces: dict[dist.ProcessGroup | None, dict[int, list[torch.Tensor]]] = {}
     for group in groups:
@@ -226,9 +231,6 @@ def _total(groups: Sequence[ParameterGroup], norm_type: float, others: Sequence[
     for total, slices in zip(totals, pieces):
         if slices is not None:
             reduce_now(total, op, slices, "a norm of the model")
-    if others:
-        each = torch.stack([_whole_norm(tensor, norm_type).to(totals.device) for tensor in others])
-        totals = torch.cat([totals, each if infinite else each.pow(norm_type)])  # fp64 if any of them is
     return totals.max() if infinite else totals.sum()
 
 
