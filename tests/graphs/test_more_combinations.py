@@ -43,6 +43,14 @@ def test_what_is_recomputed_inside_of_a_scope_is_replayed_with_it(pattern, sched
 
 @pytest.mark.slow
 @distributed(2)
+def test_attention_in_a_window_reads_its_mask_from_a_replay():
+    cfg = config("[*-]", sliding_window=3)  # the mask is of all layers: no argument, parameter or buffer
+    scopes = compare(cfg, lambda: weft.init_meshes("cpu"), ("attn",), schedule=None, steps=4, microbatches=1)
+    assert scopes["attn"]["replays"], scopes
+
+
+@pytest.mark.slow
+@distributed(2)
 def test_what_is_recomputed_from_a_gather_on_is_eager_by_name():
     cfg = dataclasses.replace(config("[*-]", recompute=BOTH), num_key_value_heads=2)
     scopes = compare(cfg, lambda: weft.init_meshes("cpu", tp=2), ALL, schedule=None, steps=5, microbatches=1)

@@ -1,4 +1,4 @@
-"""The parameters and buffers that a captured function may read: their addresses and current state."""
+"""The parameters, buffers and constants that a captured function may read: their addresses and current state."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.fsdp.gradients.direct import originals
 
@@ -16,6 +17,15 @@ Ranges = list[tuple[int, int, bool]]
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+_constants = WeakIdKeyDictionary()
+
+
+def constant(tensor: Tensor) -> Tensor:
+    """Return `tensor`, which captured functions may read from now on. It must never be written, moved or freed."""
+    _constants[tensor] = True
+    return tensor
 
 
 def range_of(tensor: Tensor, *, writable: bool = False) -> tuple[int, int, bool]:
@@ -133,8 +143,10 @@ class Places:
                 slots[name] = parameter
 
     def ranges(self) -> Ranges:
-        """Return the memory of all parameters and buffers. A captured function may write to the buffers only."""
-        return [range_of(local(each), writable=not isinstance(each, nn.Parameter)) for each in self.tensors()]
+        """Return the memory of all parameters, buffers and constants. A captured function may write to the buffers
+        only."""
+        own = [range_of(local(each), writable=not isinstance(each, nn.Parameter)) for each in self.tensors()]
+        return own + [range_of(each) for each in _constants]
 
     @contextmanager
     def restored(self) -> Iterator[None]:

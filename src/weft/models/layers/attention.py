@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.graphs.places import constant
 from weft.models.config import HybridConfig
 from weft.models.context import Borders, Slices
 from weft.models.documents import Documents
@@ -286,7 +287,7 @@ def _band(window: int, size: int, first: int, like: Tensor) -> Tensor:
         return _made_band(window, size, first, like)
     if key not in _bands:
         with torch.inference_mode(False):
-            _bands[key] = _made_band(window, size, first, like)
+            _bands[key] = constant(_made_band(window, size, first, like))
     return _bands[key]
 
 
