@@ -2,9 +2,10 @@
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Two processes share the tests, each with its own pool of ranks. With worksteal, neighbors stay in one process, which
-# shares their fixtures, and the last long tests do not all wait for the same process.
-TESTS  := -m pytest --numprocesses 2 --dist worksteal --durations 25 --durations-min 5
+# Three processes share the tests, each with its own pool of ranks: two would leave a tenth of two cores idle, while
+# ranks wait for each other. With worksteal, neighbors stay in one process, which shares their fixtures, and the last
+# long tests do not all wait for the same process.
+TESTS  := -m pytest --numprocesses 3 --dist worksteal --durations 25 --durations-min 5
 STAMP  := $(VENV)/.installed
 # Other libraries: an environment of their own, which sees the one above and holds what that lacks.
 OTHERS := .venv-ecosystem

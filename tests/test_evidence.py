@@ -27,6 +27,7 @@ def assert_exists(test: str) -> None:
     assert not function or function in functions_of(ROOT / "tests" / name), test
 
 
+@pytest.mark.slow
 def test_every_test_that_is_named_as_evidence_exists():
     claims = [claim for page in EVIDENCE["pages"]() for claim in EVIDENCE["claims"](page.read_text())]
     for claim in claims:
@@ -77,6 +78,7 @@ def test_evidence_of_nothing_is_an_error():
 STUMBLES = re.compile(r"\b(whoever|whatever|somebody|nobody|goes on|of one\\?'s own|for ever)\b", re.IGNORECASE)
 
 
+@pytest.mark.slow
 def test_prose_says_who_acts():
     """A sentence about "whoever" or "whatever" has a better subject: the rank, the caller, the reader, "you"."""
     files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]

@@ -183,6 +183,7 @@ def trained(transport: Plain | None) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_transport_is_a_module_with_the_name_of_its_backend():
     toy = Plain()
@@ -203,6 +204,7 @@ class Negated(payload.Plain):
         full.neg_()
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_payload_touches_two_files_its_own_and_the_one_that_chooses():
     plain = trained(None)

@@ -62,7 +62,7 @@ def test_a_part_that_hangs_ends_at_its_limit_and_the_parts_behind_it_run(tmp_pat
     assert "measured" in report.split("## Compared with torch FSDP2")[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("hangs", "running"), [pytest.param("pytest", 3, marks=pytest.mark.long), ("weft bench", 1)])
 def test_a_check_that_is_interrupted_reports_what_is_done_and_what_ran(tmp_path, hangs, running):
     broken, target = tmp_path / "python", tmp_path / "gpu.md"

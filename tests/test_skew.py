@@ -46,6 +46,7 @@ def test_layers_get_the_same_rows_in_each_step_and_others_for_each_microbatch():
     assert not torch.equal(chosen[0], chosen[1])
 
 
+@pytest.mark.slow
 def test_the_table_names_slow_ranks_and_what_rows_per_rank_save(capsys, tmp_path):
     ranks = [_skew.OfRank(1.0, 0.8, 100, 79), _skew.OfRank(2.0, 0.7, 100, 77)]
     skew = _skew.Skew("zipf:1.0", "combined", {"combined": 0.6, "unpaired nodes": 1.0}, ranks)

@@ -413,6 +413,7 @@ def test_a_quantized_tensor_is_not_saved(tmp_path):
         CheckpointManager(tmp_path).save(1, {"thing": {"value": value}})
 
 
+@pytest.mark.slow
 @distributed(1)
 def test_an_optimizer_that_keeps_sharded_tensors_in_lists_is_not_saved(tmp_path):
     model, _ = make()

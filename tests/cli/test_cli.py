@@ -276,6 +276,7 @@ def test_help_takes_less_than_half_a_second_of_processor_time():
     assert spent() - before < 0.5
 
 
+@pytest.mark.slow
 def test_starting_the_ranks_is_printed_before_torch_is_imported(tmp_path):
     program = (
         "import sys, weft.cli, weft.train.run.launch as launch\n"

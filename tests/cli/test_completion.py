@@ -25,6 +25,7 @@ def bash(tmp_path_factory):
     return suggested
 
 
+@pytest.mark.slow
 def test_bash_completes_commands_options_and_settings(bash):
     assert {"train", "eval", "report", "inspect"} <= set(bash(""))
     assert bash("ins") == ["inspect"]

@@ -29,6 +29,7 @@ def test_a_group_of_torch_s_default_backends_sends_as_directly_as_one_of_gloo():
     assert transport_of(group, cpu).capabilities.tags and host_group(group) is group
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", ["moment", "model"])
 @distributed(2)
 def test_words_of_another_moment_or_model_are_never_taken_for_these(apart):

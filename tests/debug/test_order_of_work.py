@@ -42,6 +42,7 @@ def of(work: list[Ran], stream: str, operator: str, buffer: str) -> list[Ran]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "mixed"),
     [
@@ -59,6 +60,7 @@ def test_a_steady_step_has_no_wait_of_the_host(strategy, mixed):
         assert not train(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), checker)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_units_that_share_messages_are_in_order_and_the_host_waits_for_none():
     with weft.debug.check_streams(record=True) as checker:
@@ -152,7 +154,7 @@ def test_outer_gathers_and_reductions_overlap_with_the_computation():
         assert len(alone) <= 1, (alone, "all but the first gather and the last reduction")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_the_exchange_of_a_schedule_overlaps_with_the_computation_and_the_host_waits_for_sizes_only():
     microbatches = 2
@@ -176,7 +178,7 @@ def test_the_exchange_of_a_schedule_overlaps_with_the_computation_and_the_host_w
     assert len(hidden) >= (microbatches - 1) * layers * 4, "those of the pairs"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("early_release", [False, pytest.param(True, marks=pytest.mark.long)])
 @distributed(2)
 def test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_beside_which_its_rows_travel(early_release):
@@ -226,6 +228,7 @@ def test_a_device_is_not_asked_by_a_rank_without_rows():
         assert experts and not any(gradient.any() for gradient in experts)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_weights_that_come_for_a_unit_that_does_not_run_are_awaited():
     with weft.debug.check_streams() as checker:
@@ -257,6 +260,7 @@ def test_reductions_of_a_backward_that_fails_are_given_up_and_gradients_dropped(
         train(net, optimizer, checker, steps=2)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_hook_with_a_stream_of_its_own_comes_between_the_reduction_and_what_reads_it():
     with weft.debug.check_streams(record=True) as checker:

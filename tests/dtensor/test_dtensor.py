@@ -213,6 +213,7 @@ def test_reductions_have_the_dtypes_of_one_process():
             assert_same(found, expected)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_the_norm_of_all_is_the_one_that_torch_takes_of_their_norms():
     tensors = [parameter.detach() for parameter in weft.fully_shard(Bag(SHAPES["mixed"])).parameters()]
@@ -577,6 +578,7 @@ def test_derived_tensors_keep_the_cuts():
             exactly(parameter, original)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
 def test_state_dicts_load_from_sharded_and_from_plain_tensors(strategy):

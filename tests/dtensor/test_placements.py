@@ -54,6 +54,7 @@ def test_gradients_go_through_from_local():
     torch.testing.assert_close(local.grad, 2 * local.detach())
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_what_is_distributed_like_a_parameter_has_the_right_values_and_is_taken_by_it():
     bag = weft.fully_shard(Bag())
@@ -91,6 +92,7 @@ def test_parts_of_other_cuts_are_refused_on_each_rank_that_has_one():
         DTensor.from_local(model.weight.to_local(), placements=placements)
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_axes_of_replicas_and_of_tensor_parallelism_stay_what_they_are():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))

@@ -113,6 +113,7 @@ def as_checkpoint(net, optimizer):
     return {"model": model, "optim": optim}
 
 
+@pytest.mark.long
 @distributed(2)
 def test_a_checkpoint_of_one_loads_with_the_other_and_on_one_process(tmp_path):
     for saves, loads in ((weft, torch_fsdp), (torch_fsdp, weft), (weft, weft)):

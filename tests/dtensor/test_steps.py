@@ -68,6 +68,7 @@ def assert_bit_equal(sharded, plain):
         assert torch.equal(parameter.full_tensor(), original)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 @distributed(2)
 def test_a_default_step_goes_over_lists_and_is_that_of_one_process_bit_for_bit(name):
@@ -83,6 +84,7 @@ def test_a_default_step_goes_over_lists_and_is_that_of_one_process_bit_for_bit(n
         assert_bit_equal(sharded, plain)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_a_list_could_not_do_alike_is_left_to_torch():
     for kind, options in (
@@ -100,6 +102,7 @@ def test_what_a_list_could_not_do_alike_is_left_to_torch():
             assert torch.equal(parameter.grad.full_tensor(), original.grad)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_step_goes_over_lists_behind_what_hooks_change_and_they_see_the_choice_of_the_user():
     def slower(optimizer, *_):

@@ -419,6 +419,7 @@ def test_checkpoints_move_between_meshes_with_and_without_tensor_parallelism(poo
 # --- construction ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_replicas_shards_and_slices_on_a_pretended_world_of_eight(world):
     for rank in (0, 5):
         world(rank, 8)

@@ -117,6 +117,7 @@ READS = {
 }
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_reading_is_not_counted():
     model = made()

@@ -150,6 +150,7 @@ def test_a_view_shows_what_its_tensor_holds_now():
         assert not rows[1].full_tensor().any()
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_gradients_flow_through_views():
     plain, sharded = pair()

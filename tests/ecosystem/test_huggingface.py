@@ -86,6 +86,7 @@ def adapted() -> nn.Module:
     return torch_fsdp.fully_shard(model, mesh=mesh)
 
 
+@pytest.mark.long
 @needs("peft")
 @distributed(2)
 def test_peft_s_adapters_on_a_frozen_base():

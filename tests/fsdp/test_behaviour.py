@@ -597,6 +597,7 @@ def test_registered_parameters_are_the_same_dtensors_before_and_after_a_step(str
     assert all(isinstance(p.grad, DTensor) for p in sharded.parameters())
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_gradient_divide_factors_replace_or_follow_the_average():
     def scaled(factor):

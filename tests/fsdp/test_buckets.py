@@ -88,6 +88,7 @@ def equal_bit_by_bit(one, other):
     return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "strategy", "microbatches"),
     [(4, "optim_grads_params", 1), (2, "optim_grads_params", 2), (2, "optim_grads", 1), (2, "optim", 2)],
@@ -296,6 +297,7 @@ def test_a_unit_that_is_used_again_travels_by_itself():
     assert (lanes["gathers"], lanes["gather"]) == (1, 1)  # alone at the end of the backward; after the forward all stay
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_units_whose_weights_are_shared_bring_their_bucket():
     def found(bucket_bytes, lanes=None):
@@ -312,6 +314,7 @@ def test_units_whose_weights_are_shared_bring_their_bucket():
     assert lanes == {"gathers": 5, "gather": 2, "reductions": 3}
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_frozen_units_and_what_the_user_gathers_and_modules_that_are_used_twice_are_as_before():
     def found(bucket_bytes):
@@ -323,6 +326,7 @@ def test_frozen_units_and_what_the_user_gathers_and_modules_that_are_used_twice_
     assert equal_bit_by_bit(found(ALL), found(EACH))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_after_an_exception_units_travel_together_again():
     def found(bucket_bytes):
@@ -341,6 +345,7 @@ def test_after_an_exception_units_travel_together_again():
     assert equal_bit_by_bit(together, found(EACH)[0])
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_two_roots_have_buckets_of_their_own():
     def found(bucket_bytes):
@@ -362,6 +367,7 @@ def test_weights_of_a_two_axis_mesh_travel_together_over_the_inner_one():
     assert equal_bit_by_bit(together, train(model(EACH, mesh=mesh)))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_memory_is_planned_for_what_travels_together():
     layer = bytes_of_a_layer()
@@ -392,6 +398,7 @@ def test_a_replaced_module_that_lives_on_on_one_rank_only_leaves_no_hole_in_the_
     assert kept == dist.get_rank() and equal_bit_by_bit(together, alone)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_by_default_a_message_has_the_size_that_takes_as_long_as_its_latency():
     said = transport_of(dist.group.WORLD, torch.device("cpu")).capabilities
@@ -406,6 +413,7 @@ def test_by_default_a_message_has_the_size_that_takes_as_long_as_its_latency():
     assert lanes == {"gathers": 2 * (DEPTH // 2) - 1, "reductions": DEPTH // 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers, messages", [(32, 8), (72, 9)])
 @distributed(2)
 def test_messages_of_a_large_model_are_larger_but_at_least_eight(layers, messages):

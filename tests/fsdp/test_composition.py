@@ -181,6 +181,7 @@ def test_the_state_reduces_what_backwards_without_sync_have_left_as_pipelining_a
     torch.testing.assert_close(actual, backward(make(), rows()))
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_a_placement_function_may_give_parameters_a_mesh_of_their_own():
     """As experts have: they are reduced over the ranks of their mesh alone."""
@@ -269,6 +270,7 @@ def test_drop_in_replaces_torch_s_names_wherever_they_were_imported_and_says_whe
         del sys.modules[library.__name__]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_script_for_torch_s_names_runs_with_weft_under_drop_in():
     model = make()

@@ -210,6 +210,7 @@ def test_a_tied_parameter_is_filled_once_by_the_first_module_that_can():
         assert nets.full(model.head.bias).abs().max() <= 5**-0.5
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_slices_of_tensor_parallelism_get_the_values_of_a_single_process():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -345,6 +346,7 @@ class Forgetful(nn.Module):
             self.what[: self.filled] = 0
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_a_filler_leaves_out_is_named():
     for name, dtype in FORGOTTEN.items():

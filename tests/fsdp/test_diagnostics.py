@@ -163,6 +163,7 @@ def test_views_that_overlap_or_left_their_buffer_are_named():
         weft.check_views(net)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_profile_shows_when_each_unit_is_gathered_computes_and_is_reduced():
     net = trained_here(nets.shard(nets.make()))
@@ -190,6 +191,7 @@ def test_a_profile_shows_when_each_unit_is_gathered_computes_and_is_reduced():
     assert not [event for event in profile.events() if event.name.startswith("weft/")]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_values_that_are_not_finite_are_named_by_parameter_unit_and_rank():
     two_axes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "shard"))

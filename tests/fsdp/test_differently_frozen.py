@@ -62,6 +62,7 @@ def train(steps=FROZEN, from_the_start=None, microbatches=1, **options) -> None:
     assert all(role["live"] == 0 for role in weft.memory_report(net)["transient"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 18])
 @distributed(2)
 def test_ranks_that_freeze_different_blocks_have_true_gradients_by_themselves_and_in_bundles(bucket_bytes):
@@ -114,6 +115,7 @@ def test_what_all_ranks_have_frozen_is_not_reduced_from_the_second_step_on():
     assert [len(unit.trainable_groups) for unit in units] == [1, 0, 1]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_was_frozen_while_sums_waited_for_the_outer_axis_is_not_forgotten():
     net = nets.make()

@@ -123,6 +123,7 @@ def test_penalties_on_slopes_equal_one_process(strategy, recompute):
         check(plain, sharded, way, steps=2 if recompute else 3)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_model_that_differentiates_itself_in_forward_equals_one_process():
     def forces(model, x):

@@ -91,6 +91,7 @@ def test_random_initialisation_in_place_draws_what_one_process_draws():
         torch.testing.assert_close(nets.full(parameter), expected.detach(), rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_a_gradient_scaler_skips_a_step_on_every_rank_if_one_rank_has_an_infinite_gradient():
     net = nets.shard(nets.make())
@@ -289,6 +290,7 @@ def test_a_unit_that_backward_does_not_need_is_not_gathered_for_it():
         torch.testing.assert_close(nets.full(model[0].weight.grad), plain[0].weight.grad)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_unit_that_forces_sums_asks_the_backend_for_no_average():
     asked, reduce_scatter = [], dist.reduce_scatter_tensor

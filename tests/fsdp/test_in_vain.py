@@ -9,6 +9,7 @@ from tests.fsdp.test_behaviour import everything, mine
 from tests.pool import distributed
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_optimizers_that_run_in_backward_are_refused_and_those_in_hooks_on_the_reduced_gradient_step():
     batch = nets.data(1, 8)[0]

@@ -79,6 +79,7 @@ def test_what_comes_after_the_first_pass_is_refused_by_name_until_a_unit_has_it(
     nets.loss_of(net, tokens).backward()
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_module_that_takes_the_place_and_the_address_of_another_is_noticed():
     net = evaluated()
@@ -175,6 +176,7 @@ def test_a_root_that_was_forgotten_is_named_at_the_first_backward_and_can_be_sha
     assert_same_state(net, plain)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_parameters_around_sharded_children_that_the_user_takes_care_of_are_left_alone():
     batch = nets.data(1, 8)[0]

@@ -112,6 +112,7 @@ def test_replicas_that_drew_other_numbers_start_alike():
             assert torch.equal(whole, first)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_assigned_state_dicts_are_copied_for_any_cuts():
     reference = plain()

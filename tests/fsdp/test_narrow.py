@@ -129,6 +129,7 @@ matrices = st.tuples(rows, st.integers(1, 3).map(lambda blocks: 32 * blocks))
 stacks = st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(1, 2).map(lambda blocks: 32 * blocks))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @example([(5, 96)], 2, tensorwise())  # the cut is in the middle of a row
 @example([(3, 32)], 4, rowwise())  # some shards are empty
@@ -320,6 +321,7 @@ def test_a_gather_brings_the_bytes_of_the_format_and_maxima_are_exchanged_once_i
         assert plan.peak_bytes == {role: transient[role]["peak"] for role in plan.peak_bytes}
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_bytes_at_rest_and_the_peaks_of_a_plan_are_those_of_the_report():
     elements = 3 * 256 * 256
@@ -363,6 +365,7 @@ def test_shares_of_lost_elements_are_those_of_whole_weights():
 # --- what a user may do -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_writes_to_weights_and_evaluations_between_steps_are_seen():
     for strategy in ("optim_grads", "optim_grads_params"):

@@ -63,6 +63,7 @@ def test_ranks_may_run_different_units(strategy):
             assert_gradients(net, plain)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_recomputation_frozen_weights_and_accumulation_equal_one_process():
     for recompute in (None, "non-reentrant"):
@@ -118,6 +119,7 @@ class Pair(nn.Module):
         return self.down(self.up(x).relu())
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_slices_of_tensor_parallelism_hold_whole_blocks_and_share_maxima():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

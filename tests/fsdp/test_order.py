@@ -58,6 +58,7 @@ def test_a_unit_is_gathered_while_the_one_before_it_computes(strategy):
         assert not [event for _, backward in (first, *later) for event in backward if "gather" in event]
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_outer_gathers_run_while_the_previous_unit_computes_without_a_wait():
     net = chain(outer_strategy="optim", **two_axes())
@@ -72,6 +73,7 @@ def test_outer_gathers_run_while_the_previous_unit_computes_without_a_wait():
     assert all(net.events.behind[f"gather {unit}"] == f"outer gather {unit}" for unit in UNITS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
 @distributed(2)
 def test_recomputation_gathers_nothing_twice(recompute):
@@ -132,6 +134,7 @@ def test_weights_that_stay_are_gathered_once_in_a_step_of_many_microbatches(stra
             assert count(passes, f"gather {unit}") == passes[0][0].count(f"gather {unit}") == 1
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_ranks_ask_each_other_whether_weights_have_changed_only_between_microbatches():
     net = chain(strategy="optim")
@@ -151,6 +154,7 @@ def test_weights_that_stay_on_the_outer_axis_are_gathered_over_it_once_in_a_step
             assert count(passes, f"outer gather {unit}") == passes[0][0].count(f"outer gather {unit}") == 1
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_backward_gathers_ahead_over_the_neighbours_alone():
     net = chain(reshard_after_forward=2)
@@ -202,6 +206,7 @@ def reductions(net: Chain, kind: str = "reduce", awaited: str = "await reduce") 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 @distributed(2)
 def test_a_unit_is_reduced_while_the_next_one_s_backward_computes_unless_one_may_be_alive(strategy):
@@ -210,6 +215,7 @@ def test_a_unit_is_reduced_while_the_next_one_s_backward_computes_unless_one_may
     assert reductions(alone) == [[False] * 4] * 3
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_more_units_are_reduced_at_once_where_more_may_be_alive():
     for alive in (2, 3, 4):
@@ -222,6 +228,7 @@ def test_more_units_are_reduced_at_once_where_more_may_be_alive():
             assert (under_way, most) == (0, alive - 1)  # and one is packed or computed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
 @distributed(4)
 def test_outer_reductions_follow_the_inner_ones_without_a_wait_between_them(outer_strategy):
@@ -252,6 +259,7 @@ def test_a_switch_without_recursion_is_that_of_one_unit():
     assert [backward.count(f"reduce {unit}") for unit in UNITS] == [0, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
 @distributed(4)
 def test_the_outer_axis_is_reduced_over_once_in_a_step(outer_strategy):
@@ -304,6 +312,7 @@ def test_gathers_have_communicators_of_their_own_if_that_is_asked_for(strategy):
     assert not apart & reduces and ranks_of(apart) == ranks_of(reduces) == [[0, 1]]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_how_many_may_be_alive_and_on_which_communicators_can_be_said_after_sharding():
     net = chain()

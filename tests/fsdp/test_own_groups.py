@@ -27,6 +27,7 @@ def gathered_over(monkeypatch):
     return groups
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_gathers_run_on_the_process_group_that_was_given():
     mesh = init_device_mesh("cpu", (2,))
@@ -92,6 +93,7 @@ def test_under_no_sync_gradients_accumulate_and_the_next_backward_reduces_them()
     assert net.blocks[0]._weft_unit.requires_gradient_sync and net._weft_unit.requires_gradient_sync
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_ranks_with_other_kinds_of_units_make_their_communicators_by_themselves():
     """Ranks 0 and 1 hold a stage whose units have one mesh, ranks 2 and 3 one whose units have two."""

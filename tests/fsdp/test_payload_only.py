@@ -90,6 +90,7 @@ def assert_trains(recipe, **options) -> nn.Sequential:
     return net
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_adapters_train_on_a_base_whose_payload_alone_is_kept():
     net = assert_trains(mx(32))
@@ -131,6 +132,7 @@ def test_what_needs_no_values_leaves_the_payload_alone():
     assert torch.equal(nets.full(net[0].base.weight), before)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_main_weights_stay_while_other_code_has_their_memory():
     net, x, scale = shard(adapted(), mx(32)), torch.ones(2, WIDTH), torch.ones((), requires_grad=True)
@@ -177,6 +179,7 @@ def test_meshes_of_two_axes_keep_the_payload_alone():
     assert_trains(rowwise(), reshard_after_forward=2)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_reads_and_first_writes_are_those_of_a_parameter():
     x = torch.ones(2, WIDTH)
@@ -210,6 +213,7 @@ def test_reads_and_first_writes_are_those_of_a_parameter():
     assert gone(net)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_small_writes_add_up_as_those_to_main_weights():
     for recipe, strategy in ((tensorwise(), "optim_grads"), (mx(32), "optim_grads_params")):
@@ -225,6 +229,7 @@ def test_small_writes_add_up_as_those_to_main_weights():
         assert [group.payload_only is None for group in frozen_groups(net)] == [False, True, False]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_write_on_one_rank_alone_is_one_on_all():
     for strategy in ("optim", "optim_grads_params"):
@@ -259,6 +264,7 @@ def test_two_copies_and_main_weights_in_cpu_memory_keep_exact_values():
             assert torch.equal(nets.full(each.base.weight), exact.base.weight)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_weights_that_are_unfrozen_have_main_weights_from_then_on():
     for recipe, strategy in ((tensorwise(), "optim_grads"), (mx(32), "optim_grads_params")):
@@ -302,6 +308,7 @@ def test_ranks_that_freeze_different_quantized_weights_first_are_refused():
         net(torch.ones(2, WIDTH))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_flat_optimizers_leave_out_what_has_no_main_weights():
     net = shard(adapted(), mx(32))

@@ -60,6 +60,7 @@ def by_turns(cases):
     return [(name, 2 - number % 2) for number, name in enumerate(cases)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "microbatches"),
     [*by_turns(CASES), ("optim", 2), ("optim_grads_params", 2)],
@@ -117,6 +118,7 @@ def test_a_backward_that_reduces_nothing_has_a_place_of_its_own_in_the_plan():
     assert list(kinds) == ["forward", "accumulation", "backward"]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_pass_that_is_not_as_the_last_one_is_counted_with_its_reason():
     net = nets.shard(nets.make())

@@ -22,6 +22,7 @@ def gathered_bytes(net) -> int:
     return weft.memory_report(net)["transient"]["gathered weights"]["live"]
 
 
+@pytest.mark.long
 @distributed(4)
 def test_training_equals_one_process_and_allocates_nothing_once_planned():
     batches = nets.data(3, 8)
@@ -131,6 +132,7 @@ def resharded_to(fsdp, size):
     return [numbers, steps(net, seen=seen)], seen
 
 
+@pytest.mark.long
 @distributed(4)
 def test_a_number_of_ranks_means_what_it_means_to_torch():
     assert_same(resharded_to, 2)

@@ -70,7 +70,7 @@ def travelled(monkeypatch) -> set[torch.dtype]:
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy", [*(pytest.param(s, marks=pytest.mark.long) for s in STRATEGIES[:3]), STRATEGIES[3]]
 )
@@ -128,6 +128,7 @@ def test_optimizers_that_need_gradients_in_the_weights_dtype_say_so():
     torch.testing.assert_close(nets.full(copied), stepped, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_flat_optimizers_take_gradients_of_a_narrower_dtype_than_the_weights():
     policy = weft.MixedPrecisionPolicy(FP32, BF16, main_grads_dtype=BF16)
@@ -273,6 +274,7 @@ def summed_loss(net: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> t
     return F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [*(pytest.param(s, marks=pytest.mark.long) for s in STRATEGIES[:3]), STRATEGIES[3]]
 )

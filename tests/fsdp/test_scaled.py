@@ -83,7 +83,7 @@ def test_a_step_of_scaled_products_equals_one_process():
     assert_trains(mx(compute="scaled"), BF16)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_every_recipe_and_strategy_equals_one_process():
     for number, make in enumerate(MAKE):
@@ -105,6 +105,7 @@ def test_meshes_of_two_axes_equal_one_process():
         sharded(mx(compute="scaled"), reshard_after_forward=2)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_weights_stay_at_one_byte_and_their_scales():
     net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))

@@ -719,7 +719,7 @@ def settings_of(examples: int) -> settings:
 RANDOM = st.randoms(use_true_random=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings_of(3)
 @given(random=RANDOM)
 def test_any_sequence_of_calls_computes_what_the_plain_models_do(pool, random):

@@ -46,6 +46,7 @@ def bytes_along(weight: torch.Tensor, dim: int) -> list[torch.Tensor]:
     return [codes[..., : weight.shape[-2]].mT, steps.mT]
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_both_copies_have_the_bytes_of_the_whole_weight():
     options = [{"strategy": strategy} for strategy in STRATEGIES]
@@ -88,6 +89,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_backward_gathers_its_copy_instead_of_the_other_and_as_the_plan_says():
     for reshard in (True, False):
@@ -144,6 +146,7 @@ class Recomputing(Net):
         return self.norm(x)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_part_of_a_unit_may_be_recomputed_in_its_backward():
     parts = rows(1)[0, 0]

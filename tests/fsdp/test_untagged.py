@@ -143,6 +143,7 @@ class Reversed(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_units_that_ranks_must_run_in_one_order_anyway_are_reduced_when_their_gradients_are_ready():
     started: list[int] = []

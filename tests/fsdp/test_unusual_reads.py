@@ -12,6 +12,7 @@ from tests.fsdp.test_behaviour import everything, mine
 from tests.pool import distributed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_state_dicts_and_detached_parameters_are_read_under_inference_mode(strategy):
@@ -73,6 +74,7 @@ class Penalized(nn.Module):
         return (x * self.scale).mean() + sum(penalties)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 @distributed(2)
 def test_a_penalty_over_parameters_inside_a_forward_is_explained_and_right_as_a_plain_tensor(strategy):

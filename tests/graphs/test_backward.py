@@ -145,6 +145,7 @@ class Turned(nn.Module):
         return self.cell((y * factor).t()[None])[0][0]
 
 
+@pytest.mark.slow
 def test_tensors_that_a_forward_gives_another_layout_are_replayed_with_it():
     def step_of(net, step):
         y = net.part(net.outside(rows(step)))

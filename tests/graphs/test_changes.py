@@ -83,6 +83,7 @@ def test_loaded_states_of_model_and_optimizer_are_what_replays_compute_with():
     assert report["captures"] == 1 and report["replays"] >= 6, report
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_replaced_parameter_of_a_captured_module_is_refused_as_without_graphs():
     net, plain = small(lambda: Block(8, 12), tape("1")), small(lambda: Block(8, 12), None)

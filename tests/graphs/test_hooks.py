@@ -216,7 +216,7 @@ REASONS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_what_a_graph_cannot_hold_stays_eager_and_says_why():
     for what, reason in REASONS.items():
@@ -228,6 +228,7 @@ def test_what_a_graph_cannot_hold_stays_eager_and_says_why():
         assert any(reason in each for each in report["eager"]), (what, report)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_hook_on_a_gathered_weight_ends_the_replays_of_its_module():
     def doubled(module, _):
@@ -243,6 +244,7 @@ def test_a_hook_on_a_gathered_weight_ends_the_replays_of_its_module():
     assert weft.graph_report(net)["replays"] == replays
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_buffers_that_a_forward_changes_are_counted_once_per_call():
     plain = small(lambda: Noisy("counts"), None)
@@ -310,6 +312,7 @@ def test_weights_that_move_and_freezing_lead_to_a_new_capture():
     assert weft.graph_report(nets[1])["captures"] == 2
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_capture_that_fails_on_one_rank_is_used_on_none():
     net = small(lambda: Noisy("item" if dist.get_rank() else "nothing"), tape("1"))
@@ -335,6 +338,7 @@ def test_dropped_graphs_leave_the_model_as_it_was():
     assert report["bytes"] == 0 and report["captures"] == 1
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_user_hooks_on_a_captured_module_run_around_its_replays():
     net = small(lambda: Block(8, 12), tape("1"))
@@ -344,6 +348,7 @@ def test_user_hooks_on_a_captured_module_run_around_its_replays():
     assert len(seen) == 6 and weft.graph_report(net)["replays"] > 2
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_a_replay_and_the_pool_may_overwrite_is_poison():
     """The negative control: poison is seen where something reads it."""

@@ -40,7 +40,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_modules_that_no_graph_can_hold_are_refused_with_the_reason():
     for graphs, change, words in CASES:

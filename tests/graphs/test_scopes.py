@@ -52,7 +52,7 @@ def compare(cfg, scopes, *, schedule=None, steps=4, microbatches=2, ep=1, dp_rep
     return report
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_each_kind_of_mixer_replays_under_the_name_of_what_it_mixes():
     sizes = {"kda_num_heads": 2, "kda_head_dim": 8, "kv_lora_rank": 8}
@@ -78,7 +78,7 @@ def test_the_scopes_of_the_seed_with_two_microbatches_in_flight():
     assert set(report["scopes"]) == set(THREE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_tied_weights_early_release_and_rows_per_rank():
     report = compare(TIED, ALL, schedule={"overlap": True, "early_release": True}, ep=2, without=THREE[2:])
@@ -86,7 +86,7 @@ def test_tied_weights_early_release_and_rows_per_rank():
     compare(TIED, ROUTER, ep=2, microbatches=1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_delayed_weight_gradients_are_replayed_after_the_backward_that_queues_them():
     schedule = {"overlap": True, "delay_wgrad": True}

@@ -60,6 +60,7 @@ def test_every_strategy_replays_written_gradients(strategy, policy, microbatches
     compare(strategy=strategy, policy=policy, microbatches=microbatches)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_backward_into_too_many_buffers_is_eager_and_right():
     most, writes.MOST = writes.MOST, 1

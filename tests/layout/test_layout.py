@@ -109,6 +109,7 @@ def test_cuts_respect_the_demanded_granularity(shapes, shards, itemsize, data):
         assert all(cut % step == 0 for cut in layout.cuts(number))
 
 
+@pytest.mark.slow
 @settings(max_examples=70)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 90)), min_size=1, max_size=5), shard_counts, itemsizes)
 def test_no_cut_goes_through_a_block_where_the_last_one_is_smaller(tensors, shards, itemsize):
@@ -176,6 +177,7 @@ def test_blocks_without_a_small_common_multiple_take_no_shard_larger_than_they_n
     assert layout.shard_numel <= 1.2 * math.prod(shapes[1]) / 2, "the smaller tensor over two shards"
 
 
+@pytest.mark.slow
 @settings(max_examples=70)
 @given(shapes, shard_counts, itemsizes)
 def test_a_tensor_whose_granularity_is_its_size_is_never_cut(shapes, shards, itemsize):
@@ -185,6 +187,7 @@ def test_a_tensor_whose_granularity_is_its_size_is_never_cut(shapes, shards, ite
         assert set(layout.cuts(number)) <= {0, extent.numel}
 
 
+@pytest.mark.slow
 @settings(max_examples=70)
 @given(shapes, itemsizes)
 def test_one_shard_pads_no_more_than_alignment_asks(shapes, itemsize):

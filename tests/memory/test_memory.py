@@ -253,7 +253,7 @@ class Trainer:
             self.step({})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy",
     ["optim_grads_params", *(pytest.param(each, marks=pytest.mark.long) for each in ("optim_grads", "optim"))],

@@ -26,6 +26,7 @@ def memory(net) -> dict:
     return weft.memory_report(net)
 
 
+@pytest.mark.long
 @distributed(2, 4, long=4)
 def test_an_offloaded_run_is_bit_equal_to_one_on_the_device():
     data = nets.data(2, 8)

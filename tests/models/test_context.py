@@ -265,6 +265,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_products_run_between_the_start_of_a_gather_and_its_end_in_every_mixer():
     """The last inputs of a convolution are awaited at once: what it computes needs them."""

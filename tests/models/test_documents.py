@@ -105,6 +105,7 @@ def test_a_packed_row_equals_its_documents_alone(kind):
     assert_close({name: parameter.grad for name, parameter in model.named_parameters()}, gradients, **EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MIXERS)
 def test_a_changed_token_changes_no_bit_of_another_document(kind):
     model = build(config(f"[{kind[0]}-]{kind[0]}/[{kind[0]}-]", **MIXERS[kind]), torch.float32)

@@ -30,6 +30,7 @@ def exchanging(pattern, **options):
     return config(pattern, context_attention="heads", **{"num_attention_heads": 4, **options})
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_exchanged_heads_equal_one_process():
     meshes = weft.init_meshes("cpu", cp=2)
@@ -104,6 +105,7 @@ def sent(cfg, part, meshes):
     return exchanged, numel(gather.call_args_list) * others + numel(scatter.call_args_list) * others // (others + 1)
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_what_is_exchanged_shrinks_with_the_ranks_and_what_is_gathered_does_not():
     """Numbers per rank and step, of S / cp positions: 2 x (2 H + 2 K) x (cp - 1) / cp, and 3 x 2 K x (cp - 1)."""

@@ -48,6 +48,7 @@ def test_the_best_tokens_are_those_of_transformers(tmp_path, kind):
     assert first(ours.eval(), 8, temperature=0) == expected[0, 10:].tolist()
 
 
+@pytest.mark.slow
 def test_the_same_seed_draws_the_same_and_another_seed_something_else():
     model = small()
     assert first(model, 20) == first(model, 20)
@@ -80,6 +81,7 @@ def test_the_share_of_the_most_likely_is_of_what_the_most_likely_few_have():
     assert not drawn.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 5.0}, {"top_p": 0.5}])
 def test_only_tokens_of_those_that_may_follow_are_chosen(options):
     among = torch.tensor([3, 4, 30])

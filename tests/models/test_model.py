@@ -230,7 +230,7 @@ def test_a_token_of_padding_has_no_gradient_in_the_embedding():
     assert (model.embedding.weight.grad.abs().sum(-1) > 0).nonzero().flatten().tolist() == [1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hooks_on_what_a_layer_does_not_call_are_refused_in_a_plain_run_too():
     model = seeded(small("[*-][*E]", num_experts=4, moe_intermediate_size=8))
     tokens = torch.zeros(1, 4, dtype=torch.int64)

@@ -100,7 +100,7 @@ SIGNS = "MG*+-E[]|/"
 PARTS = st.sampled_from(["M", "G", "*", "+", "-", "E", "[*-]", "[M-]", "[G*E]", "[+E]", "|", "/", "[", "]", "x"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=300)
 @given(st.one_of(st.text(SIGNS, max_size=12), st.text(max_size=6), st.lists(PARTS, max_size=8).map("".join)))
 def test_any_string_is_a_pattern_or_an_error_that_points_into_it(text):

@@ -126,6 +126,7 @@ def test_scores_of_depths_are_those_that_their_losses_are_of():
         model(tokens, labels, depths=True)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_scores_of_depths_are_those_of_one_process_on_ranks_that_share_layers_or_rows():
     tokens, _ = batch((2, 12))
@@ -156,6 +157,7 @@ def test_shifted_tokens_end_in_the_filling():
     assert [shifted(tokens, places, 0).tolist() for places in (1, 2, 5)] == [[[2, 3, 0]], [[3, 0, 0]], [[0, 0, 0]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [(), ("attend", "experts")])
 def test_the_trunk_is_walked_once_whoever_reads_it(recompute):
     """The head and the depths read one output; its gradients add before they go on."""

@@ -107,6 +107,7 @@ def test_other_symbols_are_an_error_that_lists_the_keys(tmp_path, pattern):
             checkpoints.load(renumbered(state, model.cfg))
 
 
+@pytest.mark.slow
 def test_training_goes_on_bit_equal_through_a_published_directory_and_back_in_any_grouping(tmp_path):
     """There is no optimizer state in such a directory: on both sides a new one starts."""
     cfg = dataclasses.replace(SMALL, qk_norm="head", head_dim=8)

@@ -80,6 +80,7 @@ def test_the_output_dtype_is_that_of_what_the_model_returns():
         assert_close(other, found[0], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_sharded_model_trains_like_one_process(tied):

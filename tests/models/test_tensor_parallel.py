@@ -40,7 +40,7 @@ KINDS = {
 """With fewer key and value heads, groups and experts than ranks."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_attention_and_mlps_equal_one_process_over_five_clipped_steps():
     meshes = weft.init_meshes("cpu", tp=2)
@@ -124,7 +124,7 @@ def test_with_sharding_replicas_context_ranks_and_stages(beside):
         same(evaluate(model, batches), losses, **CLOSE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_clipping_counts_each_parameter_once():
     """Spread experts that are cut too, what is cut, and what is whole on every tensor-parallel rank."""
@@ -163,6 +163,7 @@ def test_published_weights_come_in_and_go_out(tmp_path):
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.state_dict().items())
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_keeps_its_dtype_keeps_it_after_a_move_to_another():
     meshes = weft.init_meshes("cpu", tp=2)
@@ -211,6 +212,7 @@ def test_numbers_that_are_no_tokens_are_refused_as_on_one_rank():
                 model(tokens, labels=tokens.masked_fill(torch.arange(4) == 2, wrong))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_scores_are_those_of_one_process_and_so_are_losses_of_them():
     meshes, given = weft.init_meshes("cpu", tp=2), batch(None)

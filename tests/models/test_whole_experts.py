@@ -21,7 +21,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_losses_steps_and_loads_are_those_of_one_process():
     cfg, given = config("[*E]E", moe_rows_per="expert", **OPTIONS), [batch(None)]

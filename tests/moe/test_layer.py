@@ -93,6 +93,7 @@ def test_the_layer_is_its_definition(options, only_deterministic):
         assert_close(found[name], weight.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 @distributed(2, 4, long=4)
 def test_experts_over_ranks_equal_one_process_with_all_of_them():
     ranks, rank = dist.get_world_size(), dist.get_rank()

@@ -212,6 +212,7 @@ def test_an_optimizer_with_state_of_rows_and_columns_refuses_what_is_cut():
         step(model, torch.optim.Adafactor(model.parameters()), torch.ones(2, 5))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_parameter_counts_the_steps_in_which_it_had_a_gradient():
     _, model = make_alike(Branch)
@@ -240,6 +241,7 @@ def test_a_parameter_counts_the_steps_in_which_it_had_a_gradient():
     assert all(torch.equal(nets.full(a), nets.full(b)) for a, b in zip(again.parameters(), model.parameters()))
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_no_flat_tensor_of_a_step_is_empty():
     """Only matrices decay, so runs are short, and ranks hold nothing of some of them."""
@@ -270,6 +272,7 @@ def test_no_flat_tensor_of_a_step_is_empty():
             torch.testing.assert_close(actual, one.state[parameter][key])
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_parameters_that_are_unfrozen_later_are_stepped():
     plain, model = nets.make(), nets.make()

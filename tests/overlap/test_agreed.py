@@ -74,6 +74,7 @@ def test_a_difference_in_one_pipeline_reaches_those_that_share_its_experts():
         forward_backward(model, pairs, schedule="1f1b")
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_model_that_is_converted_between_calls_crosses_stages_in_its_new_dtype():
     model, _ = build(pp=2)
@@ -99,6 +100,7 @@ def test_what_embed_returns_is_checked_like_what_a_layer_returns():
         forward_backward(model, data(1), overlap=False)
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_gathers_have_communicators_of_their_own_where_stages_have_other_kinds_of_units():
     """The first stage is dense, and has fewer process groups than the second, which has experts."""

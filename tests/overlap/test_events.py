@@ -150,12 +150,14 @@ def test_the_exchanges_of_prediction_depths_are_hidden_like_those_of_other_layer
     assert hidden == dict.fromkeys(range(4), 2 * 2 * 2)  # in each of two pairs, both ways in both directions
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_without_overlap_nothing_of_another_microbatch_runs_beside_an_exchange():
     events = recorded(build(CFG, weft.init_meshes("cpu", ep=2)), data(2), overlap=False)
     assert [awaited - issued for issued, awaited in events.exchanges()] == [1] * 2 * 2 * 4
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_nothing_waits_for_the_sizes_of_an_exchange_before_its_rows_are_needed():
     for delay_wgrad in (False, True):
@@ -171,6 +173,7 @@ def test_nothing_waits_for_the_sizes_of_an_exchange_before_its_rows_are_needed()
                 assert (BACKWARD, 0, "experts") in [(each.direction, each.microbatch, each.slot) for each in meanwhile]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_units_of_a_schedule_are_gathered_and_reduced_while_others_compute():
     events = recorded(build(CFG, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params"), data(3))
@@ -179,6 +182,7 @@ def test_units_of_a_schedule_are_gathered_and_reduced_while_others_compute():
         assert not beside.pop(waits) and len(beside) > 9 and all(beside), lane
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_an_exchange_that_is_about_to_leave_goes_before_the_reduction_of_the_layer_above():
     model = build(CFG, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")
@@ -222,6 +226,7 @@ def due(cfg, model, microbatches):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [(), ("attend", "experts")])
 def test_each_delayed_product_runs_in_its_slot(recompute):
     cfg = dataclasses.replace(CFG, pattern="[*E]*[*-]-E/[*E]/[*E]", recompute=recompute)
@@ -243,6 +248,7 @@ def test_each_delayed_product_of_a_sharded_model_runs_in_its_slot():
         assert recorded(model, data(2), delay_wgrad=True).products == due(cfg, model, 2)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_experts_that_are_spread_but_not_sharded_are_delayed_in_a_schedule():
     meshes = weft.init_meshes("cpu", ep=2)

@@ -35,7 +35,7 @@ class Sequence(Events):
         return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_halves_change_no_loss_and_gradients_only_by_the_order_of_sums():
     meshes = weft.init_meshes("cpu", ep=2)

@@ -90,6 +90,7 @@ def outputs_of(model, microbatches, documents=True):
         return torch.cat([model(each["tokens"], documents=each["documents"]) for each in microbatches])
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_evaluate_returns_outputs_on_the_last_stage_or_on_all():
     reference = build("M*[*-]/[*-]").eval()

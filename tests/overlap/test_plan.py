@@ -51,6 +51,7 @@ def test_the_first_schedule_of_quantized_weights_takes_all_its_memory_from_the_p
     assert (weights["plans"], weights["fallbacks"]) == (1, 0)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_weights_keep_their_addresses_from_a_forward_to_its_backward_and_no_longer():
     fixed = []

@@ -92,7 +92,7 @@ def counted(model, schedule):
     return gathers, reduced, program, most
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed()
 @pytest.mark.parametrize(
     "schedule, placement, ranks",

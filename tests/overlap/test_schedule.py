@@ -108,6 +108,7 @@ def test_experts_on_some_ranks_and_copies_on_others(dp_replicate):
     )
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_one_combined_run_equals_the_plain_one():
     meshes = weft.init_meshes("cpu", ep=2)
@@ -178,7 +179,7 @@ def test_gradients_add_to_those_that_are_there_and_the_user_says_when_they_end()
     same((losses, gradients(model)), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
     deep = dataclasses.replace(CFG, pattern="[*E]*" * 2)

@@ -116,6 +116,7 @@ def test_a_table_in_a_file_is_run_as_written(tmp_path):
     assert list(dict.fromkeys(visits)) == entries.split()
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_empty_segments_pass_on_what_they_get():
     meshes = weft.init_meshes("cpu", pp=2)
@@ -124,6 +125,7 @@ def test_empty_segments_pass_on_what_they_get():
         in_stages(cfg, meshes, "interleaved", 3, one_piece(cfg, 3))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_tied_weights_on_two_ranks_and_prediction_depths():
     """The last rank has a copy of the embedding; both have the whole gradient, in whatever call it was made."""
@@ -223,6 +225,7 @@ def test_an_evaluation_over_stages_gives_the_losses_and_leaves_gradients_alone()
         same({name: parameter.grad for name, parameter in model.named_parameters()}, before)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_ranks_that_were_called_with_different_things_say_so():
     model = build(CFG, weft.init_meshes("cpu", pp=2))

@@ -131,7 +131,7 @@ def test_zero_1_to_3_and_hsdp_in_stages():
     in_stages(CFG, replicated, "optim_grads_params", "1f1b", 4, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_experts_on_two_ranks_in_two_stages():
     """pp 2 x ep 2: the exchange of a pair's one side runs under the other's computation."""
@@ -187,6 +187,7 @@ def test_the_losses_of_routers_reach_the_last_stage():
     in_stages(MIXED, meshes, "optim_grads", "zbv", 4, expected, chunks=2, placement="v")
 
 
+@pytest.mark.slow
 @distributed(2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_clipped_steps_equal_those_of_one_process(tied):

@@ -80,6 +80,7 @@ def test_an_entry_that_comes_twice_is_refused_where_it_comes_again(data):
     assert "appears twice" in reason
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.data())
 def test_two_swapped_entries_are_refused_or_the_table_still_keeps_every_rule(data):

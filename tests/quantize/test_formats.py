@@ -75,6 +75,7 @@ def test_every_value_of_e4m3_and_e2m1_comes_back():
     torch.testing.assert_close(dequantize(payload, scales, nvfp4()), fours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pow2", [False, True])
 @settings(max_examples=40)
 @given(x=tensors(st.integers(1, 5), st.integers(1, 12)))
@@ -97,6 +98,7 @@ def test_tiles_with_fp32_scales_equal_the_plain_format(pow2, x):
                 assert codes_of(payload[here]) == codes
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(x=tensors(st.integers(1, 3), st.sampled_from([4, 8, 32])))
 def test_mx_equals_the_plain_format(x):
@@ -106,6 +108,7 @@ def test_mx_equals_the_plain_format(x):
         assert list(found) == [plain.mx_block(block) for block in plain.rows(x.reshape(-1, size))]
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(x=tensors(st.integers(1, 3), st.sampled_from([16, 32])))
 def test_nvfp4_equals_the_plain_format(x):

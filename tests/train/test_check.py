@@ -193,7 +193,7 @@ def test_every_mixer_in_every_layout_raises_no_alarm():
         assert not result.found, (pattern, mixer, changes, result.found)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_large_configuration_becomes_small_and_keeps_its_axes():
     changes = ("sharding.tp=2", "sharding.dp_replicate=4", "sharding.ep=8", "train.global_batch_size=128")
     result = checked(128, "[*-][*E]" * 8, *changes)
@@ -221,12 +221,14 @@ def found(ranks, pattern, *changes, patch):
     return "\n".join(result.found)
 
 
+@pytest.mark.slow
 def test_a_norm_whose_gradient_is_not_summed():
     said = found(2, "[*-]", "sharding.tp=2", patch=without_sum_of(lambda gradient: gradient.dim() == 1))
     assert "gradient of decoder.layers.0.self_attention.norm.weight" in said
     assert "partial over tp, and not reduced" in said and "proj" not in said
 
 
+@pytest.mark.slow
 def test_a_router_whose_gradient_is_not_summed():
     said = found(
         2, "[*E]", "sharding.tp=2", patch=without_sum_of(lambda gradient: gradient.dim() == 2 and len(gradient) < 32)
@@ -234,6 +236,7 @@ def test_a_router_whose_gradient_is_not_summed():
     assert said.startswith("gradient of decoder.layers.0.mlp.router.weight: partial over tp")
 
 
+@pytest.mark.slow
 def test_sinks_that_the_norm_for_clipping_leaves_out():
     clip = run.clip_gradients
 
@@ -259,6 +262,7 @@ def test_a_sum_over_a_wrong_group():
     assert "norm.weight" in said and "tp same" in said
 
 
+@pytest.mark.slow
 def test_the_scale_of_the_gradients_of_experts():
     patch = mock.patch("weft.models.sharding._for_experts", lambda options, meshes: dict(options))
     said = found(2, "[*E]", "sharding.ep=2", patch=patch)
@@ -333,6 +337,7 @@ def test_gradients_that_are_divided_too_often():
     assert "1 / 2 of that of one rank, the number of ranks of dp_shard" in said
 
 
+@pytest.mark.slow
 def test_replicas_that_do_not_reduce():
     hybrid = run.hybrid
 
@@ -345,11 +350,13 @@ def test_replicas_that_do_not_reduce():
     assert "gradient of" in said and "dp_replicate" in said
 
 
+@pytest.mark.slow
 def test_a_vocabulary_whose_parts_all_begin_at_zero():
     patch = mock.patch("weft.models.model.units_of", lambda units, ranks, rank: (0, -(-units // ranks)))
     assert "loss of microbatch 0" in found(2, "[*-]", "sharding.tp=2", patch=patch)
 
 
+@pytest.mark.slow
 def test_a_weight_of_another_rank_s_slice():
     spans_of = parts.spans_of
     patch = mock.patch.object(parts, "spans_of", lambda sections, ranks, rank: spans_of(sections, ranks, 0))

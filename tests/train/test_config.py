@@ -285,6 +285,7 @@ def test_the_page_of_settings_is_made_from_their_definitions(pytestconfig):
     assert as_markdown() in page, "write it anew: weft config --markdown"
 
 
+@pytest.mark.slow
 def test_a_file_is_checked_without_running_it(tmp_path, capsys):
     path = tmp_path / "run.toml"
     path.write_text("[train]\nglobal_batch_size = 8\n")

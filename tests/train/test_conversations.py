@@ -154,6 +154,7 @@ def write_lines(path, messages):
     path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["stream", "whole"])
 def test_the_labels_of_batches_are_what_an_assistant_writes(tmp_path, packing):
     fast, path = tokenizer_in(tmp_path, CHATML)

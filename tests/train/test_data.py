@@ -391,6 +391,7 @@ def test_a_path_that_is_no_text_is_named(text, tmp_path, name, says):
         load_corpus(config(text / name, tmp_path))
 
 
+@pytest.mark.slow
 def test_the_default_text_is_the_standard_librarys_source(tmp_path):
     corpus = load_corpus(DataConfig(cache_dir=str(tmp_path)))
     assert 4e6 < len(corpus.train) + len(corpus.validation) < 4e7

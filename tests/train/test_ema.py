@@ -45,6 +45,7 @@ def averaged_with_a_skipped_step(path, directory):
     return found
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_does_not_count_in_the_average(pool, tmp_path):
     path = write_config(tmp_path, train__ema_decay=DECAY, train__validate_every=0, train__skip_spikes=5.0)
     first, second, third = pool.run(1, averaged_with_a_skipped_step, path, tmp_path / "run")[0]
@@ -77,7 +78,7 @@ def test_the_average_on_any_ranks_is_that_of_one_process(pool, tmp_path, ranks):
     assert all(line["ema_loss"] > line["loss"] for line in validations), "the average is behind while the loss falls"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_a_moving_average_resumes_bit_for_bit(pool, tmp_path):
     path = write_config(tmp_path, train__ema_decay=DECAY, train__validate_every=3, checkpoint__every=3)
     whole = pool.run(2, averaged, path, tmp_path / "run", 6)[0]

@@ -135,6 +135,7 @@ def last_step(path, directory):
     return [(each["halves"], each["schedule"]) for each in given], trainer.passes.computed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "setting, given",
     [({"train__halves": True}, (True, None)), ({"train__pipeline_schedule": "paired"}, (False, "paired"))],

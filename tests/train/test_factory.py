@@ -62,7 +62,7 @@ def trained(path, folder, steps, resume_from=None):
 TEXT = {"factory": f'"{__name__}:Tokens"', "options": "{width = 16}"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_by_import_path_learns_text_resumes_bit_for_bit_and_is_evaluated(pool, tmp_path):
     path = configured(tmp_path, **TEXT)
     whole = pool.run(2, trained, path, tmp_path / "whole", 6)[0]

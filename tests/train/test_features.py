@@ -217,7 +217,7 @@ def muon_and_adamw(model):
     return muon, torch.optim.AdamW(groups(others), lr=0.01, betas=(0.9, 0.95), eps=1e-8)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_optimizers_of_a_configuration_are_the_plain_ones(pool, tmp_path):
     path = config_for(tmp_path)
     sgd, muon, own = pool.run(2, other_optimizers, path, tmp_path)[0]
@@ -330,7 +330,7 @@ def runs_of_compiled_layers(path, folder):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_step_whose_operations_are_counted_runs_without_compiled_layers(pool, tmp_path):
     found = pool.run(1, runs_of_compiled_layers, config_for(tmp_path), tmp_path)[0]
     each = found["plain"][0]

@@ -96,7 +96,7 @@ def spiked(path, folder, stop_at, resume_from=None, poison=None):
     return metrics(folder), same
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows(pool, tmp_path):
     experts = {"model__pattern": "[*E]", "model__num_experts": 4, "model__moe_intermediate_size": 16}
     habits = {"train__skip_spikes": 5.0, "train__log_every": 1, "train__validate_every": 0, "checkpoint__every": 21}

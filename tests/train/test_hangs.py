@@ -18,7 +18,7 @@ from weft.train.run import peers
 from weft.train.run.watchdog import Watchdog
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_a_file_operation_that_never_returns_is_named_on_all_ranks_though_nothing_else_is_watched():
     barks = []

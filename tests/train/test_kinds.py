@@ -166,6 +166,7 @@ def mixed(rank=0, ranks=1, weights=(0.7, 0.2, 0.1)):
     return Batches(parts(50, 30, 70), weights=weights, **sizes)
 
 
+@pytest.mark.slow
 def test_a_mixture_has_its_weights_from_the_beginning_on_and_every_sequence_in_turn():
     source = mixed()
     counts = np.zeros(3)
@@ -460,7 +461,7 @@ def settings_for(folder, kind):
     return [*changes, "data.packing=whole"] if kind == "jsonl" else changes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["jsonl", "tokens", pytest.param("parquet", marks=pytest.mark.long)])
 def test_a_run_on_any_kind_of_data_resumes_bit_for_bit(pool, tmp_path, kind):
     path = write_config(tmp_path, train__validate_every=2, data__validation_fraction=0.1, checkpoint__every=2)
@@ -473,7 +474,7 @@ def test_a_run_on_any_kind_of_data_resumes_bit_for_bit(pool, tmp_path, kind):
     assert ("nats_per_byte" in metrics(tmp_path / "run", "validation")[0]) == (kind != "tokens")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_label_of_a_step_counts_alike_however_sequences_meet_in_microbatches(pool, tmp_path):
     """Packed whole, sequences have different numbers of labels."""
     path = write_config(tmp_path, train__validate_every=1, data__validation_fraction=0.2, train__global_batch_size=8)

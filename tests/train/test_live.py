@@ -94,7 +94,7 @@ def test_the_text_of_a_run_is_that_of_its_checkpoint_and_changes_nothing_else(po
     assert last["text"] == expected and len(last["text"]) > len(PROMPT)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_text_of_a_loaded_model_is_that_of_weft_sample_with_its_special_and_end_tokens_and_penalty(pool, tmp_path):
     torch.manual_seed(0)
     published, run = tmp_path / "published", tmp_path / "run"

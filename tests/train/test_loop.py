@@ -126,7 +126,7 @@ def test_all_ranks_stop_at_the_same_step_when_one_is_asked_to(pool, tmp_path):
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000002"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_resumes_on_another_number_of_ranks_and_under_another_strategy(pool, tmp_path):
     path = write_config(tmp_path, train__microbatch_size=1, train__validate_every=0)
     whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=4)[0]
@@ -140,7 +140,7 @@ def test_a_run_resumes_on_another_number_of_ranks_and_under_another_strategy(poo
         torch.testing.assert_close(parts[2][name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_the_same_ranks_a_run_resumes_bit_for_bit(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=2, train__precision="bf16")
     whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=4)[0]
@@ -196,6 +196,7 @@ def told_of_microbatches(path, folder):
     return told
 
 
+@pytest.mark.slow
 def test_the_model_is_told_which_microbatch_is_the_last_of_a_step(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=0)
     assert pool.run(1, told_of_microbatches, path, tmp_path / "run") == [([False] * 3 + [True]) * 2]
@@ -266,6 +267,7 @@ def diverging(path):
     return name, None
 
 
+@pytest.mark.slow
 def test_the_error_of_a_run_that_diverges_names_the_parameters(pool, tmp_path):
     path = write_config(tmp_path)
     for name, message in pool.run(2, diverging, path):

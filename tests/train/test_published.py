@@ -55,6 +55,7 @@ def test_what_a_model_came_with_goes_through_a_run(published, tmp_path):
     assert Source(run).template.render([{"role": "user", "content": "a"}]).startswith("<|im_start|>user")
 
 
+@pytest.mark.slow
 def test_a_published_model_is_sampled_as_transformers_generates(published, capsys):
     theirs, words = AutoModelForCausalLM.from_pretrained(published), AutoTokenizer.from_pretrained(published)
     prompts = ["hello there", "a", "these are all of the words"]

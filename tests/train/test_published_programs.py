@@ -34,6 +34,7 @@ def blanks(tmp_path):
     return directory
 
 
+@pytest.mark.slow
 def test_a_text_is_continued_with_the_blank_between_words(blanks):
     theirs, words = AutoModelForCausalLM.from_pretrained(blanks), AutoTokenizer.from_pretrained(blanks)
     among = range(2, 2 + len(WORDS))

@@ -188,6 +188,7 @@ def test_what_is_missing_is_left_out(tmp_path, records, names):
     assert {file.stem for file in tmp_path.glob("*.svg")} == names | {f"{name}-dark" for name in names}
 
 
+@pytest.mark.slow
 def test_memory_may_be_plain_bytes_by_role(tmp_path):
     _, page = read(written(tmp_path, memory={"weights": 1 << 30, "gradients": 0}))
     assert len(pictures(page)) == 2 and (tmp_path / "memory.svg").exists()
@@ -203,6 +204,7 @@ def test_tokens_per_expert_are_drawn_however_many_layers_and_experts_there_are(t
         assert "Tokens per expert over the steps" in page.text and len(pictures(page)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved, said", [([[100, 80], [100, 78]], "21% fewer tokens"), ([[9, 9]], None)])
 def test_saved_rows_are_reported(tmp_path, moved, said):
     records = [
@@ -231,6 +233,7 @@ def test_the_recorded_spans_of_stages_include_the_steps_outside_of_layers():
     assert spans == (((0.0, 2000.0), (6000.0, 8000.0)), ((2000.0, 4000.0), (4000.0, 6000.0)))
 
 
+@pytest.mark.slow
 def test_a_recorded_step_is_drawn_and_said_in_words(tmp_path):
     intervals = [
         Interval("compute", "microbatch 1/layer 0/forward.attend", 0.0, 0.0, 0.3),
@@ -366,6 +369,7 @@ def test_the_pattern_is_a_box_for_each_symbol_a_frame_for_each_group_and_a_line_
     assert legend == ["*  self-attention", "M  Mamba-2", "-  dense MLP", "E  mixture of experts"]
 
 
+@pytest.mark.slow
 def test_a_long_pattern_takes_several_lines_and_loses_no_layer():
     labels, _, boxes, _ = drawn("[GE]" * 40)
     assert labels.count("G") == 40 and boxes == 3 * 40 and {str(number) for number in range(40)} <= set(labels)

@@ -37,6 +37,7 @@ def published(tmp_path):
     return directory
 
 
+@pytest.mark.slow
 def test_a_directory_and_what_it_is_converted_to_continue_a_text_alike(published, tmp_path, capsys):
     hf.convert(published, tmp_path / "ours")
     texts = []

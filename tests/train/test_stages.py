@@ -53,6 +53,7 @@ def test_training_in_stages_is_training_in_one_process(pool, tmp_path, ranks, ch
     assert f"{format_count(sum(value.numel() for value in weights.values()))} parameters" in " ".join(answers[0][-1])
 
 
+@pytest.mark.long
 def test_losses_of_routers_are_logged_apart_where_stages_have_them(pool, tmp_path):
     """Each stage knows the losses of its own routers, and the last one alone the cross-entropy."""
     path = write_config(

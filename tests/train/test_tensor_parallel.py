@@ -26,7 +26,7 @@ def test_a_run_over_tensor_parallel_ranks_has_the_losses_of_one_rank_and_resumes
         assert_same_run(found, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_whole_experts_over_tensor_parallel_ranks_has_the_losses_of_one_rank(pool, tmp_path):
     path = write_config(tmp_path, data__sequence_length=32)
     changes = ["model.pattern=[*E]", "model.num_experts=4", "model.moe_intermediate_size=16"]

@@ -168,7 +168,7 @@ def go_on_shuffled(folder, steps, resume):
     return fit(folder, steps, model, resume=resume, data=shuffled)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", [go_on, go_on_stateful, go_on_shuffled])
 def test_a_run_of_a_program_resumes_bit_for_bit(pool, tmp_path, how):
     whole = pool.run(2, how, tmp_path, 7, False)[0]
@@ -693,6 +693,7 @@ def names_that_differ(folder, where):
     return str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["step", "validation"])
 def test_own_numbers_have_the_same_names_on_every_rank(pool, tmp_path, where):
     for said in pool.run(2, names_that_differ, tmp_path, where):

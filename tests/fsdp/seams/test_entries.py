@@ -175,6 +175,7 @@ def perceptual() -> Perceptual:
     return Perceptual()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allocator", ["trace", "caching"])
 @pytest.mark.parametrize("output", ["with the output", "without the output"])
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
@@ -300,6 +301,7 @@ def test_a_loss_on_an_inner_tensor_of_an_earlier_microbatch():
     right_or_refused(lambda: assert_works(work), r"blocks\.\d")
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_feature_that_a_hook_captured_in_a_net_of_tokens():
     """Hidden states by hooks on the inner layers of trainable blocks, as distillation reads them."""

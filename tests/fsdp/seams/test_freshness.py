@@ -113,6 +113,7 @@ def test_unshard_after_a_write_that_followed_a_forward_without_backward(write, s
         unit.reshard()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_a_step_that_followed_a_forward_without_backward_is_a_step_of_the_weights(strategy):
@@ -129,6 +130,7 @@ def test_a_step_that_followed_a_forward_without_backward_is_a_step_of_the_weight
         torch.testing.assert_close(now, dict(plain.state_dict()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_load_state_dict_after_an_exception_in_backward(strategy):
@@ -200,6 +202,7 @@ def test_weights_that_are_written_between_microbatches(strategy, flagged, way):
     assert_gradients(sharded, plain, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", RESIDENT)
 @distributed(2)
 def test_an_optimizer_that_steps_between_microbatches(strategy):
@@ -226,6 +229,7 @@ def test_an_optimizer_that_steps_between_microbatches(strategy):
     assert_gradients(sharded, plain, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "way"), [("optim", "copy_"), ("optim", "load_state_dict"), ("optim_grads", "foreach")]
 )
@@ -345,6 +349,7 @@ class Follower(nn.Module):
         return (led - before).square().mean() + (led - after).square().mean()
 
 
+@pytest.mark.slow
 @all_pairs(strategy=STRATEGIES, bucket_bytes=[0, 1 << 20], reshard_after_forward=[None, False])
 @distributed(2)
 def test_weights_that_a_forward_writes_in_another_unit_are_those_of_its_next_use(
@@ -387,6 +392,7 @@ def test_weights_that_a_forward_writes_are_those_that_it_unshards(strategy):
         torch.testing.assert_close(value, 2 * before[name], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_weights_that_a_forward_writes_on_one_rank_alone_are_a_mismatch_before_the_optimizer():
     net = Follower()

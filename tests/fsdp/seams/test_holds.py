@@ -83,6 +83,7 @@ def test_all_blocks_may_be_unsharded_between_forward_and_backward(known, strateg
     assert_weights(sharded, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [0, 3])
 @distributed(2)
 def test_a_users_unshard_is_not_evicted_by_a_pass_of_others(known):
@@ -164,6 +165,7 @@ def test_a_users_unshard_outlives_a_pass_that_fails():
     assert_gradients(sharded, plain)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_reshard_without_a_hold_takes_nothing_from_a_backward():
     plain, sharded = nets.make(), nets.shard(nets.make())
@@ -374,6 +376,7 @@ class InParts(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_a_unit_of_two_modules_may_recompute_one_of_them_or_each_by_itself(strategy):
@@ -391,6 +394,7 @@ def test_a_unit_of_two_modules_may_recompute_one_of_them_or_each_by_itself(strat
             assert all(role["live"] == 0 for role in weft.memory_report(sharded)["transient"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 @distributed(2)
 def test_weights_that_stay_gathered_over_a_step_are_those_of_the_step(strategy):

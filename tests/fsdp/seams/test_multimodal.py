@@ -122,7 +122,7 @@ def test_images_on_some_ranks_only(strategy, who, frozen, microbatches):
     assert_trains(frozen, who, microbatches, strategy=strategy)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("frozen", "who"),
     [
@@ -138,6 +138,7 @@ def test_images_on_some_ranks_only_where_weights_are_sharded(frozen, who):
     assert_trains(frozen, who, 2, strategy="optim_grads_params")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 @distributed(2, timeout=40)
 def test_a_projector_into_a_frozen_text_tower_trains_from_the_ranks_that_have_images(strategy):

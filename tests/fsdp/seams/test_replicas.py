@@ -42,6 +42,7 @@ def seeded_apart(**options) -> nets.Net:
     return nets.shard(nets.make(seed=dist.get_rank()), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 @distributed(2)
 def test_ranks_that_build_the_model_with_different_seeds_start_equal(strategy):

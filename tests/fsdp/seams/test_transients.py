@@ -165,6 +165,7 @@ def test_a_new_plan_at_the_end_of_a_step_resizes_in_place_or_lets_the_old_one_go
         assert watched.most <= 2 << 16, f"{watched.most} bytes were there for a slab of {pool.slab_bytes}"
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_new_plan_of_a_model_never_holds_the_old_slab_and_the_new_one():
     net = Some()
@@ -199,6 +200,7 @@ def test_a_new_plan_of_a_model_never_holds_the_old_slab_and_the_new_one():
 # --- memory comes with unspecified contents ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_what_memory_held_before_is_in_no_gradient_and_no_norm(strategy):

@@ -212,6 +212,7 @@ def test_backwards_of_two_roots_in_the_order_of_their_forwards_and_the_other():
         step(optimizers)
 
 
+@pytest.mark.slow
 @distributed(2, timeout=60)
 def test_a_backward_that_reaches_two_roots_in_another_order_on_each_rank():
     """Who waited for room in the one would wait for a rank that does so in the other."""

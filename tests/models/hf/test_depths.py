@@ -108,6 +108,7 @@ def test_transformers_reads_the_depths_that_are_written_and_computes_the_same(tm
             assert_close(ours, hidden, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_not_equal_is_refused_and_one_that_is_missing_is_not(tmp_path):
     published(tmp_path, "glm4_moe")
     files, name = tensors(tmp_path), "model.layers.3.embed_tokens.weight"

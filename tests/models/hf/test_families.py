@@ -73,6 +73,7 @@ def backward(theirs, ours, logits, tokens, labels):
 HYBRIDS = ["nemotron_h", "qwen3_next", "qwen3_5_text", "bamba", "granitemoehybrid", "falcon_h1", "kimi_linear"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_lengths_that_are_and_are_not_multiples_of_a_chunk_give_the_same_scores_and_gradients(tmp_path, kind):
     theirs, ours = both(tmp_path, kind, "plain")

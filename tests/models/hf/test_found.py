@@ -87,6 +87,7 @@ def test_experts_in_one_tensor_are_read_and_written_as_they_came(tmp_path, kind)
         assert all(torch.equal(written[name], tensor) for name, tensor in tensors(memory).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3.5-0.8b", "qwen3.5-35b-a3b"])
 def test_text_in_a_larger_model_is_read_and_everything_is_written_as_it_came(tmp_path, name):
     theirs = make(name, tmp_path / "text")
@@ -112,6 +113,7 @@ def test_text_in_a_larger_model_is_read_and_everything_is_written_as_it_came(tmp
         assert raw["model_type"] == theirs.config.model_type.removesuffix("_text") and "vision_config" in raw
 
 
+@pytest.mark.slow
 def test_gemma_3_with_images_is_read_and_everything_is_written_as_it_came(tmp_path):
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}

@@ -44,6 +44,7 @@ def test_a_release_that_is_refused_is_refused_by_the_name_of_the_reason(tmp_path
 OF_FAMILIES = {name for _, name in FAMILIES.values()} | set(IGNORED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in OF_FAMILIES else pytest.param(name, marks=pytest.mark.long) for name in READ]
 )

@@ -96,6 +96,7 @@ def test_every_step_alone_has_the_scores_of_the_sequence():
     assert_close(fed_in_parts(model, tokens, [1] * 12), model(tokens), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_sharded_model_decodes_like_one_process():
     meshes = init_meshes("cpu", ep=2)

@@ -58,6 +58,7 @@ def results(form, inputs, **options):
     return [output, state, *(each.grad for each in leaves if each is not None)]
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(positions=st.integers(1, 40), counts=COUNTS, chunk=st.sampled_from([1, 4, 16]), with_state=st.booleans())
 def test_the_chunked_state_space_is_the_recurrence_with_all_gradients(positions, counts, chunk, with_state):
