@@ -8,6 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from torch import nn
 
 import weft
 from tests.pool import distributed, run_blocks
@@ -80,12 +82,21 @@ def test_the_readme_shows_the_example_as_it_is():
     "page",
     [
         *("sharding", "composition", "gradients", "precision", "narrow", "memory", "debugging", "experts", "overlap"),
-        *("from-fsdp2", "from-megatron-fsdp", "optimizers", "schedules", "pipelines"),
+        *("from-fsdp2", "from-megatron-fsdp", "optimizers", "schedules", "pipelines", "context", "tensor"),
     ],
 )
 @distributed(2)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page):
     run_blocks(python_blocks(f"docs/{page}.md"), {})
+
+
+@pytest.mark.parametrize("page", ["graphs", "reference/weft"])
+@distributed(1)
+def test_the_code_of_a_page_that_shows_no_model_runs_with_one(page):
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    names = {"weft": weft, "model": nn.Sequential(OrderedDict(encoder=layers))}
+    run_blocks(python_blocks(f"docs/{page}.md"), names)
+    assert isinstance(names["model"], weft.FSDPModule)
 
 
 STEPS = 40
