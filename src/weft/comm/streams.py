@@ -133,8 +133,8 @@ def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
 
 
 def unawaited(what: str, event: Any) -> None:
-    """Tell the checker that a wait may be missing: no stream waited for the communication `what`, and it was not
-    abandoned. `event`: the end of the communication."""
+    """Tell the checker that the handle of the communication `what` was dropped before any stream had waited for it, so
+    that a wait may be missing. `event`: the end of the communication."""
     if _checker is not None and not event.query():  # not if the host already knows that the work is done
         _checker.note_unawaited(what)
 
