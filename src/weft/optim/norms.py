@@ -132,11 +132,12 @@ class ModelRanks:
         return ranks_over(group.mesh, replicated)
 
     def beyond(self, slices: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """Return the process group over which the values of some tensors must be summed in addition to `combine`.
-        `slices`: the process group of the tensor-parallel ranks over which the tensors are sliced.
+        """Return the process group over which the sums computed from some tensors must be reduced in addition to
+        `combine`. `slices`: the process group of the ranks that have the tensors' slices, which are tensor-parallel
+        ranks or, for whole experts, expert-parallel ranks.
 
-        Return None if `slices` is None (the tensors are not sliced), or if `combine` already sums over the ranks of
-        `slices`, as it does for experts.
+        Return None if `slices` is None (the tensors are not sliced), or if all ranks of `slices` are in the model's
+        mesh, so that `combine` already reduces over them.
         """
         if slices is None or self._everyone.issuperset(dist.get_process_group_ranks(slices)):
             return None

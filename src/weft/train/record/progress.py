@@ -122,8 +122,8 @@ class Progress:
             self._live = None
 
     def update(self, step: int, **values: float) -> None:
-        """Show that `step` optimizer steps are done, and show `values`. If a call leaves out a value, the panel still
-        shows the last number of this value."""
+        """Show that `step` optimizer steps are done, and show `values`. The panel also keeps showing the values of
+        earlier calls that this call leaves out; a printed line shows only `values`."""
         if step != self._step:
             self._times.append((step, time.monotonic()))
         self._step = step
