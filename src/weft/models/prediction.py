@@ -130,7 +130,7 @@ def shifted(tokens: Tensor, places: int, filling: int, documents: Borders | None
 def prediction_losses(model: nn.Module) -> Tensor:
     """Return, for each prediction depth, the sum of its losses since the last call. Then set these sums to 0.
 
-    Each forward in training mode adds the depth's mean cross-entropy of the batch, not multiplied by `mtp_loss_coef`.
+    Each forward with labels in training mode adds the depth's mean cross-entropy, not multiplied by `mtp_loss_coef`.
     Each data-parallel rank has its own sums. The result is [depths] in fp32, and empty on a rank without depths.
     """
     depths = [module for module in model.modules() if isinstance(module, PredictionDepth)]

@@ -1,9 +1,9 @@
 """Builds the optimizer that a configuration names, for a sharded model.
 
     name                      updates
-    a class of torch.optim    every parameter; with `flat`, they are joined in a few flat tensors
-    "Muon"                    matrices of layers, each whole on one rank; AdamW updates the other parameters
-    "package.module:Class"    every parameter
+    a class of torch.optim    every trainable parameter; with `flat`, they are joined in a few flat tensors
+    "Muon"                    matrices of layers, each whole on one rank; AdamW updates the other trainable parameters
+    "package.module:Class"    every trainable parameter
 
 Weight decay applies only to parameters with at least two dimensions, such as matrices.
 """

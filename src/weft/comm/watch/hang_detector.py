@@ -11,8 +11,8 @@ A published state may be old if the detector's thread got no CPU time. Therefore
 ranks to publish again, and uses only the answers. A rank whose answer is unchanged has waited all the time.
 
 Without long waits, the detector costs a few assignments and a lock per wait, and a check every tenth of a second. After
-a rank has joined a collective of other ranks, all ranks check more often, because that rank will probably join one more
-for each unit that it skips.
+a rank has joined a collective of other ranks, ranks that wait check more often, because that rank will probably join
+one more for each unit that it skips.
 """
 
 import atexit
@@ -41,7 +41,7 @@ DELAY_S = 0.1
 SLOWEST_S = 0.5
 """The longest time between two checks."""
 HASTE_S = 10.0
-"""The seconds for which ranks use the shorter `SHORT_S` instead of `DELAY_S` after a rank has joined a collective."""
+"""The seconds for which waiting ranks use `SHORT_S`, not the longer `DELAY_S`, after a rank joined a collective."""
 SHORT_S = 0.01
 """The seconds after which a rank publishes that it waits, during `HASTE_S`, in a small world."""
 SHORT_S_PER_RANK = 2e-4

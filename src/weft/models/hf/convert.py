@@ -28,8 +28,9 @@ def convert(
 
     The format of the directory `source` determines the direction. `target`: a new or empty directory. Weights stay
     bit-exact. Tensors are copied one after another, so the whole model is never in memory. Raises `ConversionError`,
-    before anything is written, if the conversion is not possible. Only copies of a tensor that differ from each other
-    raise it later; what was written until then is deleted.
+    before anything is written, if the conversion is not possible. Two faults raise it later: copies of a tensor that
+    differ from each other, and damage in a file that has only such copies or weights that the text model does not use.
+    What was written until then is deleted.
 
     - `ignored`: unknown fields of config.json to ignore. Only for the conversion of Hugging Face files.
     - `model_type`: the family to write. Only for the conversion back. Default: the family from which the model was

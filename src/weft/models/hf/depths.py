@@ -2,7 +2,7 @@
 
     family                 prefix of a layer of depth k (from 0)    norms and projection of the depth
     ---------------------  ---------------------------------------  --------------------------------------------------
-    DeepSeek-V3, GLM-4.5   model.layers.{main layers + k}.          with the same prefix: enorm, hnorm, eh_proj,
+    DeepSeek-V3, GLM       model.layers.{main layers + k}.          with the same prefix: enorm, hnorm, eh_proj,
                                                                     shared_head.norm; copies: embed_tokens,
                                                                     shared_head.head
     Qwen3-Next, Qwen3.5    mtp.layers.{k}.                          mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc}

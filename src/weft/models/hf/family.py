@@ -123,7 +123,7 @@ class Family:
     def places(self, cfg: HybridConfig, *, fused: bool = False) -> dict[str, Place]:
         """Return the place on disk of each of weft's tensors, by weft's name.
 
-        `fused`: whether a tensor on disk stacks the matrices of all experts. Otherwise each expert has its own tensors.
+        `fused`: whether experts that have their own matrices in `tensors` are stacked in one tensor on disk.
         """
         places = {name: self._place_of(name, cfg) for name in tensor_names(cfg)}
         if not fused:

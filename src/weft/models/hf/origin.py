@@ -1,8 +1,8 @@
 """The files of a loaded model besides its weights. They stay with the model until it is saved.
 
-These are config.json, the tokenizer, the chat template, the generation settings, and the weights of other parts of a
-larger model. A training run keeps them in its folder `origin`, a directory in weft's own format without the weights of
-the model.
+Among them are config.json, the tokenizer, the chat template, the generation settings, and the weights of other parts of
+a larger model. A training run keeps them in its folder `origin`, a directory in weft's own format without the weights
+of the model.
 """
 
 import dataclasses

@@ -239,8 +239,8 @@ def causal_attention(
 def _in_blocks(
     q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, window: int, *, scale: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Compute `causal_attention` in a window at a cost of S x window: each block of queries sees its own keys and the
-    `window` - 1 keys before it.
+    """Compute `causal_attention` in a window, at a cost that grows with S x window: each block of queries sees its own
+    keys and the `window` - 1 keys before it.
 
     queries   head   block   block   tail         head: queries that see all earlier keys
     keys      ====

@@ -29,7 +29,7 @@ class Beside(NamedTuple):
     """Arguments that a stack passes to each layer's constructor, besides the configuration and the `WeightSource`."""
 
     rotary: RotaryEmbedding | None
-    """The rotary embedding that all attention layers of the stack share. None: they do not rotate."""
+    """The rotary embedding of the stack's attention layers (see `rotary_for`). None: they do not rotate."""
     dispatcher: Dispatcher | None
     """The dispatcher that sends tokens to experts on other ranks. None: all experts are on this rank."""
     attentions: int

@@ -1,12 +1,12 @@
 """Gated delta net (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464).
 
-S_t = exp(g_t) S_(t-1)                       the state [dk, dv] of each head, in fp32, decays
+S_t = exp(g_t) S_(t-1)                       the state [dk, dv] of each head decays (at least fp32)
 S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T   the value stored under key k_t moves towards v_t
 o_t = S_t^T q_t
 
 `delta_stepwise` computes these three lines. `delta_chunked` computes the same in chunks of L positions. The updates in
 a chunk depend on each other through a triangular system (the UT transform, arXiv:2406.06484, section 3). The systems of
-all chunks are solved at once. Only the states are computed one chunk after another. If document numbers are given, the
+all chunks are solved at once. The states are computed one chunk after another. If document numbers are given, the
 decay into the first position of each document is 0.
 
 The decay g is one number per head, or one number per channel of a head's key (`kimi_delta`).

@@ -1,6 +1,6 @@
 """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): a state space model with one decay per head and position.
 
-h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T      h [P, N] for each head, in fp32
+h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T      h [P, N] for each head, in at least fp32
 y_t = h_t C_t + D x_t
 
 `ssd_stepwise` computes these two lines. Heads in a group share B and C. `ssd_chunked` computes the same in chunks of

@@ -28,8 +28,8 @@ def _whole(batch: Batch) -> Batch:
 class Batches:
     """An endless iterator of the training microbatches of one rank (see `weft.train.data.sequences.Batch`).
 
-    In each epoch of a text, each of its sequences occurs once, in a new shuffled order. `seed` alone determines the
-    orders of all epochs. Step k has the same `global_batch_size` sequences for any `dp_size`.
+    In each epoch of a text, each of its sequences occurs once, in a new shuffled order. `seed` determines the orders of
+    all epochs. Step k has the same `global_batch_size` sequences for any `dp_size`.
 
     - `tokens`: the text as a 1-D token array, or several texts, which are mixed by `weights`.
     - `vocabulary`: the vocabulary size, which all tokens must be below. None: tokens are not checked.

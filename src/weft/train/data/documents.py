@@ -42,7 +42,7 @@ class Document(NamedTuple):
     begins: bool
     """Whether the piece begins a document of its part; False if it continues the previous piece of the part."""
     ends: bool
-    """Whether the piece ends at the end of its document."""
+    """Whether its file or record ends with the piece. False if only the part, training or validation, ends there."""
     done: float
     """The fraction of all text that has been read, including this document."""
     place: str

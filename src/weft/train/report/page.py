@@ -21,7 +21,7 @@ from weft.words import counted
 
 BASELINE = "bigram table"
 _SAMPLES = 6
-"""The number of samples on a page: the first sample and the last ones."""
+"""The largest number of samples on a page: the first sample and the last ones."""
 NO_PICTURES = "no pictures: they need matplotlib; install weft[train] for them"
 
 

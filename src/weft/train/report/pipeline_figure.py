@@ -21,8 +21,8 @@ def size(simulation: Simulation) -> tuple[float, float]:
 
 
 def pipeline(simulation: Simulation) -> Draw:
-    """Draw a schedule. Each action is a box with the number of its microbatch. The boxes of a rank's later stages are
-    lighter. If an entry of the table has several actions, their boxes are stacked."""
+    """Draw a schedule. Each action is a box, with the number of its microbatch if the numbers fit. The boxes of a
+    rank's later stages are lighter. If an entry of the table has several actions, their boxes are stacked."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()

@@ -26,7 +26,7 @@ FIRST_WORD_S = 5.0
 NEXT_WORD_S = 60.0
 _POLL_S = 0.1
 _ANSWER_S = 1.0
-"""Seconds within which a running store answers. A request to stop is obeyed after at most this time."""
+"""Seconds within which a running store answers. A request to stop is obeyed after about this time."""
 COUNT = "count"
 """The key of the number of ranks that have arrived. The number is negative after a rank has withdrawn."""
 _AWAY = 1 << 32
