@@ -207,7 +207,7 @@ MUTATIONS = [
     Mutation(
         "sums of narrow terms are rounded at each term",
         "sum_into",
-        "torch.promote_types(output.dtype, torch.float32)",
+        "torch.promote_types(torch.promote_types(output.dtype, torch.float32), terms[0].dtype)",
         "output.dtype",
         "comm/test_collectives.py::test_sums_of_narrow_terms_are_rounded_once",
     ),

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -100,6 +101,24 @@ def test_sums_of_narrow_terms_are_rounded_once():
     total = torch.empty(1, dtype=torch.bfloat16)
     sum_into(total, [torch.tensor([term], dtype=torch.bfloat16) for term in (256.0, 1.0, 1.0, 1.0, 1.0)], 1.0)
     assert total.item() == 260  # in bf16, 256 + 1 is 256
+
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@distributed(1, 2)
+def test_sums_of_wide_terms_in_a_narrow_output_are_rounded_once(accumulate):
+    """Also where the sum itself would leave the range of the output."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    for collective, dtype in product((collectives.reduce_scatter, collectives.all_reduce), NARROW):
+        whole = ranks if collective is collectives.reduce_scatter else 1
+        output, partial = torch.full((3,), 8.0, dtype=dtype), torch.full((3 * whole,), 50001.0)
+        inbox = partial.new_empty(collectives.inbox_numel(collective, partial.numel(), group, partial.device))
+        options = {"scale": 0.3 / ranks, "accumulate": accumulate, "inbox": inbox}
+        lane("reduce").run(collective, output, partial, group, **options).wait()
+        expected = torch.full((3,), 50001.0).mul(0.3).add(8.0 * accumulate)
+        torch.testing.assert_close(output, expected.to(dtype), rtol=0, atol=0)
 
 
 @distributed(1, 2, 4)

@@ -143,7 +143,7 @@ def add_scaled(output: Tensor, value: Tensor, scale: float, accumulate: bool) ->
         output.add_(value, alpha=scale)
     elif scale == 1.0:
         output.copy_(value)
-    elif output.dtype == value.dtype:
-        torch.mul(value, scale, out=output)
-    else:  # multiply in the wider dtype
+    elif torch.promote_types(output.dtype, value.dtype) == value.dtype:
+        torch.mul(value, scale, out=output)  # multiplied in the wider dtype, also if `output` is narrower
+    else:
         output.copy_(value).mul_(scale)

@@ -125,7 +125,7 @@ class Gloo:
     def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
         """All-reduce in one or two rounds of messages.
 
-            2 ranks    each sends its whole tensor; the sum is in the dtype of `output`
+            2 ranks    each sends its whole tensor; the sum is in the wider dtype of `output` and `partial`
             more       each rank receives and sums its slice, at least in fp32, and sends the sum in the dtype of
                        `partial`
 
@@ -165,18 +165,21 @@ class Gloo:
 
 
 def add_up(output: Tensor, terms: Several, scale: float, accumulate: bool) -> None:
-    """Sum `terms` in their order. Write `scale` times the sum to `output`, or add it to `output` if `accumulate`."""
+    """Sum `terms` in their order, in the wider dtype of `output` and the terms. Write the sum times `scale` to
+    `output`, or add it to `output` if `accumulate`."""
     first, *rest = terms
+    if torch.promote_types(output.dtype, first.dtype) != output.dtype:
+        return sum_into(output, terms, scale, accumulate)
     add_scaled(output, first, scale, accumulate)
     for term in rest:
         output.add_(term, alpha=scale)
 
 
-def sum_into(output: Tensor, terms: Several, scale: float) -> None:
-    """Sum `terms` in their order, at least in fp32. Write `scale` times the sum to `output`, which may be a term."""
-    wide = torch.promote_types(output.dtype, torch.float32)
+def sum_into(output: Tensor, terms: Several, scale: float, accumulate: bool = False) -> None:
+    """Do the same as `add_up`, but sum at least in fp32. `output` may be a term, unless `accumulate`."""
+    wide = torch.promote_types(torch.promote_types(output.dtype, torch.float32), terms[0].dtype)
     for target, *pieces in zip(*(each.split(_SUMMED_AT_ONCE) for each in (output, *terms))):
         total = pieces[0].to(wide, copy=True).mul_(scale)
         for piece in pieces[1:]:
             total.add_(piece, alpha=scale)
-        target.copy_(total)
+        add_scaled(target, total, 1.0, accumulate)
