@@ -1,6 +1,6 @@
 """A training loop with Accelerate, sharded by its FSDP2 plugin, with weft in place of torch's FSDP2.
 
-torchrun --nproc-per-node 2 examples/accelerate_loop.py [--torch]
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/accelerate_loop.py [--torch]
 """
 
 import argparse

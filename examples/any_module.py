@@ -1,4 +1,4 @@
-"""Any nn.Module, sharded: torchrun --nproc-per-node 2 examples/any_module.py"""
+"""Any nn.Module, sharded: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/any_module.py"""
 
 import argparse
 

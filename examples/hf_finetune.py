@@ -1,6 +1,6 @@
 """Fine-tunes a Hugging Face model with weft's trainer; `--resume` resumes the newest run.
 
-torchrun --nproc-per-node 2 examples/hf_finetune.py
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/hf_finetune.py
 """
 
 import sys

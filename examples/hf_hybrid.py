@@ -1,6 +1,6 @@
 """Loads a model with experts from a Hugging Face directory, trains it sharded and overlapped, and saves it.
 
-torchrun --nproc-per-node 2 examples/hf_hybrid.py SOURCE TARGET
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/hf_hybrid.py SOURCE TARGET
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A Hugging Face Llama, sharded by decoder layer, saved and loaded with torch Distributed Checkpoint.
 
-torchrun --nproc-per-node 2 examples/hf_llama.py --steps 30 --checkpoint /tmp/llama
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/hf_llama.py --steps 30 --checkpoint /tmp/llama
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Trains LoRA adapters (`peft`) on a frozen Hugging Face model with weft's trainer; `--resume` resumes the newest run.
 
-torchrun --nproc-per-node 2 examples/hf_lora.py
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/hf_lora.py
 """
 
 import sys

@@ -1,6 +1,6 @@
 """transformers' Trainer, sharded by its own FSDP options, with weft in place of torch's FSDP2.
 
-torchrun --nproc-per-node 2 examples/hf_trainer.py [--torch]
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/hf_trainer.py [--torch]
 """
 
 import argparse

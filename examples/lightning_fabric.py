@@ -1,6 +1,6 @@
 """A script written for FSDP2 and Lightning Fabric's ModelParallelStrategy, run with weft in place of torch's FSDP2.
 
-torchrun --nproc-per-node 2 examples/lightning_fabric.py [--torch]
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/lightning_fabric.py [--torch]
 """
 
 import argparse

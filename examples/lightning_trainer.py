@@ -1,6 +1,6 @@
 """A module for FSDP2 with Lightning's Trainer and ModelParallelStrategy, trained with weft in place of torch's FSDP2.
 
-torchrun --nproc-per-node 2 examples/lightning_trainer.py [--torch]
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/lightning_trainer.py [--torch]
 """
 
 import argparse

@@ -1,6 +1,8 @@
 """Trains torchtitan's Llama 3, parallelized by torchtitan's own function, with weft in place of FSDP2.
 
-torchrun --nproc-per-node 2 examples/torchtitan_llama3.py [--torch] [--tp 2] [--ac full] ...     (CPU, debug model)
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/torchtitan_llama3.py [--torch] [--tp 2] [--ac full] ...
+
+It runs on the CPU, with a debug model; torchtitan_debug.py describes all options.
 """
 
 from torchtitan_debug import run

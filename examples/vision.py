@@ -1,6 +1,6 @@
 """Trains a small vision transformer to classify shapes with weft's trainer; `--resume` resumes the newest run.
 
-torchrun --nproc-per-node 2 examples/vision.py
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/vision.py
 """
 
 import sys

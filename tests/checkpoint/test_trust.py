@@ -72,3 +72,9 @@ def test_a_checkpoint_of_the_format_without_runs_is_still_read(tmp_path):
     Manifest(1, 1, files, format=2).write(path)
     assert '"run"' not in (path / MANIFEST).read_text()
     assert loaded(folder)[:2] == (1, [1.0, 1.0])
+
+
+def test_a_checkpoint_of_an_unknown_format_is_refused_with_the_formats_that_are_read(tmp_path):
+    (tmp_path / MANIFEST).write_text('{"format": 9}')
+    with pytest.raises(CheckpointError, match="has format 9, this version reads 2 and 3"):
+        Manifest.read(tmp_path)

@@ -63,7 +63,9 @@ def test_wrong_options_are_one_line(tmp_path, capsys):
     line = refused(capsys, "train", write_config(tmp_path), "--set", "train.steps")
     assert line == "weft train: --set train.steps: must be SECTION.NAME=VALUE, such as --set train.steps=20\n"
     line = refused(capsys, "train", "x.toml", "--rnaks")
-    assert line == "weft train: unrecognized arguments: --rnaks; see weft train --help\n"
+    assert line == "weft train: unrecognized arguments: --rnaks; did you mean --ranks?\n"
+    line = refused(capsys, "train", "x.toml", "--fly")
+    assert line == "weft train: unrecognized arguments: --fly; see weft train --help\n"
     line = refused(capsys, "train", "x.toml", "train.steps=3", "optimizer.lr=0.1")
     assert line.endswith("; change settings with --set train.steps=3 --set optimizer.lr=0.1\n")
     line = refused(capsys, "bench", "fsdp2", "--link", "4gbit")
@@ -356,7 +358,7 @@ def test_the_command_and_the_module_are_the_same_program():
 
 def test_an_option_is_not_shortened(capsys):
     assert main(["train", "config.toml", "--rank", "2"]) == 2
-    assert capsys.readouterr().err == "weft train: unrecognized arguments: --rank 2; see weft train --help\n"
+    assert capsys.readouterr().err == "weft train: unrecognized arguments: --rank 2; did you mean --ranks?\n"
 
 
 @pytest.mark.parametrize(

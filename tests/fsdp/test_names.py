@@ -7,6 +7,7 @@ import pytest
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import weft
 from tests.fsdp import nets
@@ -94,3 +95,16 @@ def test_what_is_refused_says_why():
         weft.fully_shard(nn.Linear(2, 2), dp_mesh_dims=weft.DataParallelMeshDims(shard="shard"))
     with pytest.raises(ValueError, match="name at least one axis"):
         weft.DataParallelMeshDims()
+
+
+@distributed(2)
+def test_a_strategy_that_shards_parameters_needs_an_axis_to_shard_over():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
+    options = {"mesh": mesh, "dp_mesh_dims": weft.DataParallelMeshDims(replicate="inner")}
+    for strategy in ("optim_grads_params", weft.Placements(Shard(0), Shard(0), Shard(0))):
+        with pytest.raises(ValueError, match=r"shards parameters, but dp_mesh_dims=.* names no axis to shard over"):
+            weft.fully_shard(nn.Linear(2, 2), strategy=strategy, **options)
+    for given in ({}, {"strategy": "no_shard"}, {"strategy": "optim"}):
+        net = weft.fully_shard(nn.Linear(2, 2), **given, **options)
+        whole = all(each.to_local().numel() == each.numel() for each in net.parameters())
+        assert whole == (given != {"strategy": "optim"})

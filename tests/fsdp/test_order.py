@@ -346,6 +346,17 @@ def test_what_is_said_before_the_root_is_sharded_holds_in_its_model():
     assert alone._weft_driver.engine.options == weft.RuntimeOptions()
 
 
+@distributed(2)
+def test_a_number_of_buffers_below_the_default_can_be_set_before_the_root_is_sharded():
+    for numbers, of_root, expected in (([1], 2, 1), ([1, 3], 2, 3), ([3, 1], 2, 3), ([1], 3, 3)):
+        layers = [weft.fully_shard(nn.Linear(4, 4)) for _ in numbers]
+        for layer, number in zip(layers, numbers):
+            layer.set_reduce_scatter_max_input_buffers(number)
+        runtime = weft.RuntimeOptions(max_live_reduce_buffers=of_root)
+        net = weft.fully_shard(nn.Sequential(*layers), runtime=runtime)
+        assert net._weft_driver.engine.options.max_live_reduce_buffers == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
 @distributed(4)

@@ -33,6 +33,15 @@ def two_parts(graphs):
     return weft.fully_shard(net, runtime=weft.RuntimeOptions(graphs=graphs))
 
 
+@distributed(2)
+def test_a_chosen_module_that_never_runs_has_zeros_in_the_report():
+    net = two_parts(tape("first", "second"))
+    net(torch.ones(4, 8)).sum().backward()
+    scopes = weft.graph_report(net)["scopes"]
+    assert scopes["first"]["eager"] == {"new inputs": 1}
+    assert scopes["second"] == {"captures": 0, "replays": 0, "eager": {}, "bytes": 0}
+
+
 @pytest.mark.slow
 @distributed(2)
 def test_after_a_new_memory_plan_passes_are_eager_and_then_replayed():

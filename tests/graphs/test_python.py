@@ -97,6 +97,17 @@ def test_attributes_that_change_between_calls_lead_to_a_new_capture(change):
     assert (call.captures, call.replays) == (2, 5), call.eager
 
 
+def test_a_change_of_an_attribute_counts_once_however_many_shapes_the_inputs_have():
+    module = Base()
+    call, _owner = graphed(module)
+    for module.factor in (1.0, 2.0, 3.0):
+        for _ in range(3):
+            for rows in (2, 3, 4):
+                step(module, torch.ones(rows, 4, requires_grad=True))
+            call.enable()
+    assert (call.captures, call.replays) == (9, 15), call.eager
+
+
 class Pair:
     """Has attributes in slots and in a dict, and is called."""
 

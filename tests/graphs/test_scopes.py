@@ -134,6 +134,21 @@ def test_scopes_whose_shapes_depend_on_values_are_refused_by_name():
         assert report["scopes"]["attn"]["replays"] > 0
 
 
+SUMS = [
+    ({"ep": 2}, "with one row per rank the number of rows changes between calls"),
+    ({"tp": 2}, "it contains a collective, because each expert is cut over tensor-parallel ranks"),
+]
+
+
+@distributed(2)
+def test_a_sum_of_outputs_that_no_graph_can_hold_is_counted_as_eager():
+    cfg = dataclasses.replace(config("[*E]", moe_rows_per="rank"), num_key_value_heads=2)
+    for sizes, words in SUMS:
+        how = {"schedule": None, "steps": 1, "microbatches": 1}
+        _, report = train(cfg, weft.init_meshes("cpu", **sizes), ("finish",), **how)
+        assert report["scopes"]["finish"]["eager"] == {words: 1}
+
+
 @pytest.mark.long
 @distributed(4)
 def test_experts_over_two_ranks_and_copies_over_two():

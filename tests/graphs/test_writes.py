@@ -1,5 +1,7 @@
 """Captured modules that write gradients of weights themselves, against eager calls, bit for bit."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,8 @@ from tests.fsdp.test_direct_gradient import WIDTH, Writing, by_helper, make, not
 from tests.graphs.test_hooks import assert_equal, local, poisoned, tape
 from tests.pool import distributed
 from weft.graphs import writes
+from weft.graphs.places import range_of
+from weft.graphs.tape import TapeBackend
 
 
 def run(graphs, strategy, policy, microbatches, steps=6):
@@ -69,6 +73,24 @@ def test_a_backward_into_too_many_buffers_is_eager_and_right():
     finally:
         writes.MOST = most
     assert report["eager"]["a backward writes to more than 1 sets of buffers"] > 0, report
+
+
+def test_the_bytes_of_recordings_include_the_trial():
+    weight = nn.Parameter(torch.ones(WIDTH))
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(WIDTH), False
+
+    def backward():
+        weight.main_grad.add_(weight.detach() * 2)
+        weight.grad_added_to_main_grad = True
+
+    def capture(function, may_write):
+        return TapeBackend().capture(function, [range_of(weight), *may_write])
+
+    recordings = writes.Recordings(capture, backward, [weight], contextlib.nullcontext, [].append)
+    of_trial = recordings.nbytes
+    assert of_trial == weight.nbytes
+    recordings.run(poisoned=False)
+    assert recordings.nbytes == 2 * of_trial
 
 
 class Asks(nn.Module):

@@ -56,6 +56,9 @@ WRONG = [  # options, what the message shows
     ({"windowed": [0, 0], "sliding_window": 4}, ["windowed=[0, 0]", "distinct"]),
     ({"residual_multiplier": 0}, ["residual_multiplier=0", "positive number"]),
     ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu' or 'clamped_swiglu' or 'gelu_tanh' or 'relu2'"]),
+    ({"recompute": None}, ["recompute=None", "a list of some of 'attend' and 'experts'"]),
+    ({"recompute": "attend"}, ["recompute='attend'", "a list of some of 'attend' and 'experts'"]),
+    ({"recompute": [["attend"]]}, ["recompute=[['attend']]", "a list of some of 'attend' and 'experts'"]),
     ({"pad_token_id": 256}, ["pad_token_id=256", "below vocab_size=256"]),
     ({"pattern": "M", "mamba_n_groups": 3}, ["mamba_n_groups=3", "divisor of mamba_num_heads=8"]),
     (

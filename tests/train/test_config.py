@@ -296,6 +296,9 @@ def test_a_file_is_checked_without_running_it(tmp_path, capsys):
     path.write_text('[data]\npaths = ["absent"]\n')
     assert main(["config", "--check", str(path)]) == 2
     assert "data.paths: 'absent' is not a file or folder; correct it (relative paths" in capsys.readouterr().err
+    path.write_text('[model]\nfactory = "a:b"\n[data]\ntokenizer = "absent.json"\n')
+    assert main(["config", "--check", str(path)]) == 2
+    assert "data.tokenizer = 'absent.json': cannot be read" in capsys.readouterr().err
 
 
 def test_every_setting_is_documented_by_one_line_below_it():

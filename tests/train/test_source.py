@@ -66,6 +66,13 @@ def test_a_directory_without_a_tokenizer_is_refused(published, capsys):
     )
 
 
+def test_fields_to_ignore_are_refused_where_no_config_json_is_read(tmp_path, capsys):
+    run = run_of(tmp_path, 1)
+    for command in (["config", "--from"], ["sample"]):
+        assert main([*command, str(run), "--ignore-field", "mystery"]) == 2
+        assert "--ignore-field mystery: has no effect on a run" in capsys.readouterr().err
+
+
 def run_of(folder, *steps, **changes):
     """The directory of a run that was never trained, with these checkpoints of its weights."""
     run = folder / "run"

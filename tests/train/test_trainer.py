@@ -781,6 +781,26 @@ def test_options_of_a_custom_optimizer_come_from_the_checkpoint(pool, tmp_path):
     assert pool.run(1, momentum_that_changes, tmp_path)[0] == 0.5
 
 
+def rate_told(folder):
+    """What a resumed run with its own optimizer says of its learning rate, and its settings."""
+    for steps, resume in ((2, False), (4, True)):
+        said = []
+        config = {**settings(folder, steps), "schedule": {"shape": "linear", "warmup_steps": 0}}
+        sgd = lambda model: torch.optim.SGD(model.parameters(), lr=0.5)  # noqa: E731
+        options = {"optimizer": sgd, "config": config, "resume": resume, "say": said.append}
+        trainer = Trainer(model=make_model(), loss=loss, data=batches, **options)
+        if not resume:
+            trainer.run()
+    return said, trainer.config.schedule
+
+
+@pytest.mark.slow
+def test_the_rate_of_a_custom_optimizer_is_told_as_a_multiple_of_its_own(pool, tmp_path):
+    said, schedule = pool.run(1, rate_told, tmp_path)[0]
+    old, new = (schedule.factor(2, steps) for steps in (2, 4))
+    assert f"learning rate of step 3: {new:.3g} times the optimizer's own ({old:.3g} with the old settings)" in said
+
+
 class Adapts(torch.optim.SGD):
     """Counts its steps in its groups, and grows by them."""
 

@@ -101,7 +101,9 @@ class Manifest:
                 text = path.read_text(encoding="utf-8")
             fields = json.loads(text)
             if fields["format"] not in (_WITHOUT_RUN, FORMAT):
-                raise CheckpointError(f"{checkpoint} has format {fields['format']!r}, this version reads {FORMAT}")
+                raise CheckpointError(
+                    f"{checkpoint} has format {fields['format']!r}, this version reads {_WITHOUT_RUN} and {FORMAT}"
+                )
             step, ranks = fields["step"], fields["ranks"]
             if not (_is_count(step) and _is_count(ranks) and ranks > 0):
                 raise ValueError(f"step {step!r} of {ranks!r} ranks")

@@ -2,13 +2,16 @@
 
 weft train | check | eval | report | config | sample | chat | convert | pattern | schedule | inspect | bench"""
 
+import argparse
 import shlex
 import sys
 from collections.abc import Sequence
 
+from weft.cli.completion import commands_of, options_of
 from weft.cli.parser import make_parser
 from weft.train.errors import is_refusal
 from weft.train.run.output import outlive_readers
+from weft.words import nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words, fix = shlex.join(unknown), f"see {command} --help"
         if options.command == "bench":
             fix = f"put the benchmark's own arguments after --, as in {command} {options.name} -- {words}"
+        elif near := _nearest_option(unknown, commands_of(parser)[options.command][0]):
+            fix = f"did you mean {near}?"
         elif hasattr(options, "overrides") and all("=" in word and not word.startswith("-") for word in unknown):
             fix = f"change settings with {shlex.join(word for each in unknown for word in ('--set', each))}"
         print(f"{command}: unrecognized arguments: {words}; {fix}", file=sys.stderr)
@@ -63,3 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         saved = "the checkpoints of the run are unchanged" if resumes else "nothing was saved"
         print(f"{command}: interrupted before the first step; {saved}", file=sys.stderr)
         return 3 if resumes else 4
+
+
+def _nearest_option(unknown: Sequence[str], command: argparse.ArgumentParser) -> str | None:
+    """Return the option of `command` that one of the `unknown` arguments resembles, or None."""
+    known = [option.name for option in options_of(command)]
+    mistyped = (word.partition("=")[0] for word in unknown if word.startswith("--"))
+    return next((near for word in mistyped for near in nearest(word, known)), None)

@@ -33,12 +33,12 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _bash(parser: argparse.ArgumentParser, settings: list[str]) -> str:
-    commands = _commands(parser)
+    commands = commands_of(parser)
     cases = [
-        f"            {name}) words={shlex.quote(' '.join(each.name for each in _options(command)))} ;;"
+        f"            {name}) words={shlex.quote(' '.join(each.name for each in options_of(command)))} ;;"
         for name, (command, _) in commands.items()
     ]
-    own = [each.name for each in _options(parser)]
+    own = [each.name for each in options_of(parser)]
     return "\n".join(
         [
             f"_{parser.prog}() {{",
@@ -65,11 +65,11 @@ def _bash(parser: argparse.ArgumentParser, settings: list[str]) -> str:
 
 def _fish(parser: argparse.ArgumentParser, settings: list[str]) -> str:
     first = f"complete -c {parser.prog} -n __fish_use_subcommand -f"
-    lines = [_of_fish(first, each, settings) for each in _options(parser)]
-    for name, (command, help_text) in _commands(parser).items():
+    lines = [_of_fish(first, each, settings) for each in options_of(parser)]
+    for name, (command, help_text) in commands_of(parser).items():
         lines.append(f"{first} -a {name} -d {shlex.quote(help_text)}")
         inside = f"complete -c {parser.prog} -n '__fish_seen_subcommand_from {name}'"
-        lines += [_of_fish(inside, each, settings) for each in _options(command)]
+        lines += [_of_fish(inside, each, settings) for each in options_of(command)]
     return "\n".join(lines) + "\n"
 
 
@@ -79,14 +79,15 @@ def _of_fish(begin: str, option: _Option, settings: list[str]) -> str:
     return f"{begin} -l {option.name.removeprefix('--')}{what} -d {shlex.quote(option.help)}"
 
 
-def _commands(parser: argparse.ArgumentParser) -> dict[str, tuple[argparse.ArgumentParser, str]]:
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, tuple[argparse.ArgumentParser, str]]:
     """Return the commands: name -> (parser, line of help)."""
     (found,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     lines = {each.dest: each.help or "" for each in found._choices_actions}
     return {name: (command, lines[name]) for name, command in found.choices.items()}
 
 
-def _options(parser: argparse.ArgumentParser) -> Iterator[_Option]:
+def options_of(parser: argparse.ArgumentParser) -> Iterator[_Option]:
+    """Yield the options of a parser that begin with "--"."""
     for action in parser._actions:
         if names := [name for name in action.option_strings if name.startswith("--")]:
             yield _Option(names[0], action.help or "", action.nargs != 0)

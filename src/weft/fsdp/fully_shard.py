@@ -55,7 +55,7 @@ def fully_shard(
             Default: a 1-D mesh of all ranks on the device of the parameters that are not ignored. If these are on "cpu"
             or "meta", the mesh is on CUDA if CUDA is available and the process group supports it, otherwise on the CPU.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO 0 to 3) or `weft.Placements`. Default:
-            "optim_grads_params".
+            "optim_grads_params", or "no_shard" if `dp_mesh_dims` names axes to replicate over but none to shard over.
         outer_strategy: the strategy over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
         reshard_after_forward: whether to free the full weights after forward and gather them again for backward. None:
             False for the root, whose backward follows immediately, and True for other units. An int n that divides the
@@ -75,8 +75,8 @@ def fully_shard(
         gradient_divide_factor: a further divisor of the averaged gradients. Default: 1.
         runtime: `weft.RuntimeOptions`. The root's options apply to all units. For the other units, pass equal options
             or None.
-        dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the data-parallel axes of a larger `mesh`. If it names
-            axes to replicate over but none to shard over, the default strategy is "no_shard".
+        dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the data-parallel axes of a larger `mesh`. If it names no
+            axis to shard over, a `strategy` that shards parameters raises ValueError.
 
     Raises:
         ValueError: an invalid value, a module that is already sharded, or a parameter that cannot be sharded; the

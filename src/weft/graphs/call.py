@@ -60,11 +60,13 @@ class Owner(Protocol):
 
 class Signature:
     """The captures of calls with the same key (`GraphedCall._key`: shapes, dtypes, numbers, ...). `gradients`: the
-    layouts of the gradients that outputs of an eager call got, by the output's index."""
+    layouts of the gradients that outputs of an eager call got, by the output's index. `changes`: how often these
+    captures were dropped because attributes had changed."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, Sample] = {}
         self.captured: list[Captured] = []
+        self.changes = 0
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """When these outputs get gradients, record the gradients' layouts."""
@@ -110,7 +112,6 @@ class GraphedCall:
         self._inside = inside
         self._is_owned = is_owned
         self._places: Places | None = None
-        self._changes = 0
         self._signatures: dict[Any, Signature] = {}
         vars(module)[name] = self
 
@@ -175,8 +176,9 @@ class GraphedCall:
 
     def _changed(self, signature: Signature, captured: Captured) -> None:
         """Drop the captures that were made with the old attributes."""
-        self._changes += 1
-        if self._changes > MOST_CHANGES:
+        # Per signature: one change of an attribute outdates the captures of all signatures.
+        signature.changes += 1
+        if signature.changes > MOST_CHANGES:
             self.refuse(f"attributes of its modules change between calls ({captured.python.difference()})")
         else:
             signature.captured = []

@@ -13,9 +13,9 @@ def graph_report(model: nn.Module) -> dict[str, Any]:
     captures.
 
     The result is {"captures": int, "replays": int, "eager": {reason: int}, "bytes": int, "scopes": {...}}. "scopes" has
-    a dict with the first four keys for each scope (such as "attn") and each chosen module that was called or refused,
-    by name. `model`: the root. Raises ValueError if the root is not sharded, or was sharded without
-    `RuntimeOptions(graphs=...)`.
+    a dict with the first four keys for each scope (such as "attn") that was called or refused, and for each chosen
+    module, by name. If a chosen module was never called, its numbers are 0. `model`: the root. Raises ValueError if the
+    root is not sharded, or was sharded without `RuntimeOptions(graphs=...)`.
     """
     return _table(model).report()
 

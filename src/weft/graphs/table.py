@@ -48,6 +48,7 @@ class GraphTable:
         self._engine = engine
         self.calls: list[GraphedCall] = []
         chosen = [*self._chosen(root)]
+        self._names = {name for name, _ in chosen}
         covered = Counter(inner for _, module in chosen for inner in module.modules())
         for name, module in chosen:
             self._check(name, module)
@@ -125,7 +126,10 @@ class GraphTable:
 
     def report(self) -> dict[str, Any]:
         """Return the result of `graph_report`: counts of captures, replays and eager calls, and bytes."""
-        scopes = dict.fromkeys(call.scope for call in self.calls if call.captures or call.eager or call.refused)
+        shown = [
+            call for call in self.calls if call.scope in self._names or call.captures or call.eager or call.refused
+        ]
+        scopes = dict.fromkeys(call.scope for call in shown)
         each = {scope: _sum(call for call in self.calls if call.scope == scope) for scope in scopes}
         return {**_sum(self.calls), "scopes": each}
 

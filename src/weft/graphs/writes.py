@@ -115,8 +115,9 @@ class Recordings:
 
     @property
     def nbytes(self) -> int:
-        """The memory of all recordings in bytes."""
-        return sum(each.recording.nbytes for each in self._found.values())
+        """The memory of all recordings in bytes. It includes that of the trial, which is kept."""
+        others = self._found.values() if self.writes else ()
+        return sum(each.recording.nbytes for each in (self.tried, *others))
 
     def run(self, *, poisoned: bool) -> Any:
         """Replay the recording that writes into the current gradient buffers. For new buffers, make a recording first.

@@ -204,7 +204,8 @@ def _norm_of(
         both = torch.cat([total.reshape(1), each if infinite else each.pow(norm_type)])  # fp64 if any of them is
         total = both.max() if infinite else both.sum()
     if stages is not None:
-        # In fp64 on every stage, because stages may have gradients of different dtypes.
+        # In fp64 on every stage, because stages may have gradients of different dtypes. Each stage then rounds to its
+        # own dtype: to learn the others', the host would have to wait.
         parts = list(torch.zeros(stages.size(), dtype=torch.float64, device=total.device).split(1))
         parts[stages.rank()] = total.double().reshape(1)
         all_gather_uneven(parts, stages.rank(), stages, "a norm of the model over its stages")

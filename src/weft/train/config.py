@@ -154,7 +154,7 @@ class TrainConfig:
         - a global batch that cannot be divided into equally many microbatches for each data-parallel rank
         - `train.overlap` with only one microbatch per step on each rank
         - a weight, the tokens of a microbatch or the positions of a step that do not fit into memory
-        - a `model.vocab_size` smaller than the tokenizer's vocabulary
+        - a tokenizer that cannot be read, or a `model.vocab_size` smaller than its vocabulary
         - `train.sample` for your own model, for data without a tokenizer, with `pp`, `cp` or `tp` above 1, or without
           a token
         """
@@ -179,9 +179,11 @@ class TrainConfig:
         )
         self._check_sample()
         check_sizes(self.model, self.data, self.train)
-        if self.data.kind == "tokens" or isinstance(self.model, OwnModelConfig):
+        if self.data.kind == "tokens" or self.data.factory:
             return
         tokenizer = load_tokenizer(self.data.tokenizer)
+        if isinstance(self.model, OwnModelConfig):
+            return
         require(
             "model.vocab_size",
             self.model.vocab_size,

@@ -178,7 +178,8 @@ class Trainer:
             self.model.origin = origin_of_run(self.run_place.directory)
         for group, configured in zip(self.optimizer.param_groups, options):
             group.update(configured)
-        told = changed(self.run_place.directory, self.config, step)
+        own_optimizer = self._optimizer_config is None
+        told = changed(self.run_place.directory, self.config, step, own_optimizer=own_optimizer)
         self.say(f"resuming {self.run_place.directory} from step {step}")
         if self._why_complete() is None:  # otherwise no setting takes effect
             for line in told:

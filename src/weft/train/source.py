@@ -1,6 +1,6 @@
 """Loads trained weights from a run, one of its checkpoints, or a model directory."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,12 @@ class Source:
 
     `path`: a run, a checkpoint of a run, or a model directory. Raises ConfigError for any other path. For a run, `load`
     uses the newest checkpoint that is intact at the time of the call. `say`: called on the first rank with a line about
-    each damaged checkpoint that is skipped. `ignored`: fields of config.json to ignore (see `hf.config_of`).
+    each damaged checkpoint that is skipped. `ignored`: fields of config.json to ignore (see `hf.config_of`); only for
+    a model directory.
     """
 
     def __init__(
-        self, path: str | Path, say: Callable[[str], None] | None = None, *, ignored: Collection[str] = ()
+        self, path: str | Path, say: Callable[[str], None] | None = None, *, ignored: Sequence[str] = ()
     ) -> None:
         self.path = path = Path(path)
         self.ignored = tuple(ignored)
@@ -51,6 +52,10 @@ class Source:
             raise ConfigError(
                 f"{path}: must be a run with a checkpoint, a checkpoint in its run's directory "
                 f"(RUN/checkpoints/step-00000010), or a model's directory; name one of these"
+            )
+        if ignored:
+            raise ConfigError(
+                f"--ignore-field {ignored[0]}: has no effect on a run, which has its own configuration; leave it out"
             )
 
     @cached_property

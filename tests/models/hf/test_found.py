@@ -272,6 +272,17 @@ def test_rotations_that_depend_on_the_length_are_those_of_transformers(tmp_path,
     assert family.config(raw) == model.cfg
 
 
+def test_weights_are_fp32_whatever_torch_s_default_dtype_is(tied):
+    expected = hf.from_pretrained(tied)(TOKENS)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = hf.from_pretrained(tied)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    assert torch.equal(model(TOKENS), expected)
+
+
 def test_a_field_that_is_not_known_is_passed_over_where_it_is_named(tied, capsys):
     from weft.cli import main
 
@@ -287,6 +298,8 @@ def test_a_field_that_is_not_known_is_passed_over_where_it_is_named(tied, capsys
     assert capsys.readouterr().out.count(str(tied.parent)) == 2
     assert main(["convert", str(tied.parent / "ours"), str(tied.parent / "more"), "--ignore-field", "mystery"]) == 2
     assert "ignored=['mystery']" in capsys.readouterr().err and not (tied.parent / "more").exists()
+    with pytest.raises(ConversionError, match="is in weft's own format, which has no unknown fields"):
+        hf.config_of(tied.parent / "ours", ignored=["mystery"])
 
 
 def with_company(directory):

@@ -25,7 +25,12 @@ from weft.fsdp.runtime.options import RuntimeOptions
 from weft.memory.offload import OffloadPolicy, offload_of
 from weft.mesh import whole_world
 
-DEFAULT_STRATEGY = "optim_grads_params"
+
+class _Default(str):
+    """The value of a `strategy` that is left out. The same name can be told from it when a caller passes it."""
+
+
+DEFAULT_STRATEGY = _Default("optim_grads_params")
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,17 @@ class Request:
             if mesh is None:
                 raise ValueError(f"dp_mesh_dims={dims} names axes of a mesh: pass the mesh too")
             mesh = _data_parallel_mesh(mesh, dims)
-            if dims.shard is None and strategy == DEFAULT_STRATEGY:
-                strategy = "no_shard"
+        only_replicates = dims is not None and dims.shard is None
+        if only_replicates and isinstance(strategy, _Default):
+            strategy = "no_shard"
         self.mesh: DeviceMesh = _default_mesh(self.modules, self.ignored) if mesh is None else _checked_mesh(mesh)
         self._strategies = strategy, given.outer_strategy
         placements, shards = self.placements_on(self.mesh), self.mesh.size(self.mesh.ndim - 1)
+        if only_replicates and placements.parameter[-1].is_shard():
+            raise ValueError(
+                f"strategy={strategy!r} shards parameters, but dp_mesh_dims={dims} names no axis to shard over: name "
+                "one as shard, or leave strategy out to replicate parameters over all axes"
+            )
         self.reshard_after_forward = _checked_reshard(given.reshard_after_forward, placements, shards)
 
     @property

@@ -92,10 +92,11 @@ class RuntimeOptions:
     def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
         """Return `self`, the options of a new root, with the changes that method calls have made to an inner model's
         options. `given`: the inner model's options before the changes. `now`: its options after the changes. A changed
-        `max_live_reduce_buffers` applies only if it exceeds the root's."""
+        `max_live_reduce_buffers` replaces the default. With any other value of the root, the larger of both applies."""
         buffers, separate = self.max_live_reduce_buffers, self.separate_all_gather_group
-        if now.max_live_reduce_buffers != given.max_live_reduce_buffers:
-            buffers = max(buffers, now.max_live_reduce_buffers)
+        if (changed := now.max_live_reduce_buffers) != given.max_live_reduce_buffers:
+            is_default = buffers == RuntimeOptions.max_live_reduce_buffers
+            buffers = changed if is_default else max(buffers, changed)
         if now.separate_all_gather_group != given.separate_all_gather_group:
             separate = separate or now.separate_all_gather_group
         return replace(self, max_live_reduce_buffers=buffers, separate_all_gather_group=separate)

@@ -12,7 +12,7 @@ from pathlib import Path
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf.directory import OURS, THEIRS, TensorFiles, TensorWriter, write_json
-from weft.models.hf.families import config_of, family_for, opened, read_ours
+from weft.models.hf.families import config_of, family_for, opened, read_ours, refuse_ignored
 from weft.models.hf.family import shapes_of
 from weft.models.hf.origin import Origin, origin_of
 from weft.models.hf.places import Same, read_into, write
@@ -39,10 +39,7 @@ def convert(
     source, target = Path(source), Path(target)
     refuse_used(target)
     if (source / OURS).exists():
-        if ignored:
-            raise ConversionError(
-                f"ignored={list(ignored)}: {source} is converted from weft's own format, which has no unknown fields"
-            )
+        refuse_ignored(source, ignored)
         return _from_ours(source, target, model_type)
     if model_type is not None:
         raise ConversionError(

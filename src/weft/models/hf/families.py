@@ -85,12 +85,22 @@ def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> Hybrid
 
     `ignored`: unknown fields of config.json to ignore. Raises `ConfigError` if the directory does not exist. Raises
     `ConversionError` for a missing or damaged configuration file, an unknown family, quantized weights, a value that is
-    invalid or that weft does not support, and an unknown field that could change the result and is not in `ignored`.
+    invalid or that weft does not support, an unknown field that could change the result and is not in `ignored`, and
+    for `ignored` with a directory of weft's own format.
     """
     directory = Path(directory)
     if (directory / OURS).exists():
+        refuse_ignored(directory, ignored)
         return HybridConfig(**read_ours(directory)["model"])
     return described(directory, raw_of(directory), names_in(directory), ignored)[1]
+
+
+def refuse_ignored(directory: Path, ignored: Collection[str]) -> None:
+    """Raise `ConversionError` if fields are to be `ignored` in `directory`, which is in weft's own format."""
+    if ignored:
+        raise ConversionError(
+            f"ignored={list(ignored)}: {directory} is in weft's own format, which has no unknown fields; leave it out"
+        )
 
 
 def described(

@@ -31,8 +31,7 @@ def from_pretrained(
     cfg = config_of(directory, ignored=ignored)
     with torch.device("cpu" if meshes is None else "meta"):
         model = HybridModel(cfg, meshes)
-    if dtype is not None:
-        model = model.to(dtype)
+    model = model.to(dtype or torch.float32)  # it has torch's default dtype, which a program may have changed
     if meshes is not None:
         shard(model, meshes)
     load(model, directory, ignored=ignored)

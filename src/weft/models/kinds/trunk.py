@@ -1,5 +1,6 @@
 """The fields that every hybrid model has."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,7 +75,10 @@ class Trunk:
     mtp_loss_coef: float = amount(0.3, result=False)
     """Weight of the mean loss of the prediction depths (multi-token prediction) in the training loss."""
     recompute: tuple[str, ...] = declared(
-        (), lambda stages: set(stages) <= {"attend", "experts"}, "some of 'attend' and 'experts'", False
+        (),
+        lambda parts: isinstance(parts, Collection) and all(part in ("attend", "experts") for part in parts),
+        "a list of some of 'attend' and 'experts', or () for none",
+        False,
     )
     """Parts of each layer whose activations are recomputed in backward, not saved: "attend" (the symbols before `-` or
     `E`), "experts" (the routed experts or the MLP, without norms)."""

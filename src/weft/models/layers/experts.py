@@ -64,11 +64,27 @@ class Experts(MoE):
         )
         self.norm, self.post_norm = norms_of(cfg)
         self.multiplier = cfg.residual_multiplier
+        if self.dispatcher.rows_per == "rank":
+            self._join_eagerly()
+
+    def graph_refused(self, scope: str) -> str | None:
+        """Return why `weft.Graphs` cannot capture this module's scope `scope` in a CUDA graph, or None if it can."""
+        if scope != "finish" or "join" not in self.graph_scopes:
+            return super().graph_refused(scope)
+        if self.ranks is not None:
+            return "it contains a collective, because each expert is cut over tensor-parallel ranks"
+        return "with one row per rank the number of rows changes between calls"
+
+    def _join_eagerly(self) -> None:
+        """Let `weft.Graphs` count each call of `join` as eager, because `join` does not call `_joined`."""
+        scopes = {name: scope for name, scope in type(self).graph_scopes.items() if name != "_joined"}
+        vars(self)["graph_scopes"] = {**scopes, "join": ("finish", ("latent_out", "post_norm"))}
 
     def share(self, ranks: TensorRanks) -> None:
         """Set `ranks` if experts are cut over tensor-parallel ranks, otherwise `positions` (see `Block.share`)."""
         if ranks.experts == CUT:
             self.ranks = ranks
+            self._join_eagerly()
         else:
             self.positions, self.other_positions = ranks, ranks.mesh
             self.router.share_positions(ranks.stacked)

@@ -40,7 +40,7 @@ class RotaryEmbedding(nn.Module):
 
     All layers of a stack share one instance. `cos` and `sin` are buffers [positions, width] that are not saved in
     checkpoints. They grow when a sequence is longer than the buffers. They stay in fp32 if the module is cast to half
-    precision.
+    precision, or if torch's default dtype is one.
     """
 
     cos: Tensor
@@ -56,8 +56,9 @@ class RotaryEmbedding(nn.Module):
         self.interleave = interleave
         self.local: RotaryEmbedding | None = None
         self._spelled = self.extra_repr()
-        self.register_buffer("cos", torch.empty(FIRST_POSITIONS, width), persistent=False)
-        self.register_buffer("sin", torch.empty(FIRST_POSITIONS, width), persistent=False)
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(FIRST_POSITIONS, width, dtype=dtype), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -77,9 +77,10 @@ def treatment(setting: str) -> Treatment:
     return _SETTINGS.get(setting, _SECTIONS[setting.partition(".")[0]])
 
 
-def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
+def changed(directory: Path, config: TrainConfig, step: int, *, own_optimizer: bool = False) -> list[str]:
     """Return lines about changed settings, to print before the run in `directory` resumes from `step` with `config`.
 
+    `own_optimizer`: whether the optimizer is not that of the section [optimizer], so that it has its own learning rate.
     Raises ConfigError if settings that must not change have changed. The message names them.
     """
     path = directory / CONFIG
@@ -107,9 +108,12 @@ def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
     told = [
         f"{name} = {new} from here on, was {old}" for name, (old, new) in differences.items() if kinds[name] == PRINTED
     ]
-    rates = [each.optimizer.lr * each.schedule.factor(step, each.train.steps) for each in (before, config)]
+    rates = [each.schedule.factor(step, each.train.steps) for each in (before, config)]
+    if not own_optimizer:
+        rates = [rate * each.optimizer.lr for rate, each in zip(rates, (before, config))]
     if told and rates[0] != rates[1]:
-        told.append(f"learning rate of step {step + 1}: {rates[1]:.3g} ({rates[0]:.3g} with the old settings)")
+        times = " times the optimizer's own" if own_optimizer else ""
+        told.append(f"learning rate of step {step + 1}: {rates[1]:.3g}{times} ({rates[0]:.3g} with the old settings)")
     return told
 
 
