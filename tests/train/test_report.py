@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from weft.debug.timeline import Interval
+from weft.models.pattern import LAYER_NAMES
 from weft.pipeline import table
 from weft.train.config import parse_config, to_toml
 from weft.train.record.metrics import FILE
@@ -367,6 +368,12 @@ def test_the_pattern_is_a_box_for_each_symbol_a_frame_for_each_group_and_a_line_
     assert labels == ["layers", "M", "0", "*", "-", "1", "*", "E", "2", *depths[0], *depths[1]]
     assert (boxes, borders) == (9 + 4, 1)
     assert legend == ["*  self-attention", "M  Mamba-2", "-  dense MLP", "E  mixture of experts"]
+
+
+def test_every_kind_of_layer_has_a_box_and_a_line_in_the_legend():
+    for symbol, name in LAYER_NAMES.items():
+        _, legend, boxes, _ = drawn(symbol)
+        assert (legend, boxes) == ([f"{symbol}  {name}"], 1)
 
 
 @pytest.mark.slow

@@ -99,7 +99,9 @@ def template_of(files: Mapping[str, bytes], name: str) -> ChatTemplate | None:
     tokenizer's files. `name`: the template's name in errors. Raises ConfigError for a damaged file."""
     try:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
-        text = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")
+        text = config.get("chat_template")
+        if "chat_template.jinja" in files:
+            text = files["chat_template.jinja"].decode()
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{name}: tokenizer_config.json is damaged ({error}); use an undamaged copy") from error
     if isinstance(text, list):  # several named templates; "default" is for plain conversations

@@ -143,6 +143,10 @@ def test_a_model_and_a_directory_with_other_depths_are_refused(tmp_path):
 def test_nemotron_s_field_says_what_a_depth_is_made_of(tmp_path):
     published(tmp_path, "nemotron_h")
     assert config(tmp_path)["mtp_layers_block_type"] == ["full_attention", "moe"]
-    for changes in ({"mtp_layers_block_type": ["attention", "moe"]}, {"mtp_hybrid_override_pattern": "*E"}):
+    older = ({"mtp_hybrid_override_pattern": "*E"}, {"mtp_hybrid_override_pattern": None})
+    for changes in ({"mtp_layers_block_type": ["attention", "moe"]}, *older):
         rewrite(tmp_path, **changes)
         assert hf.config_of(tmp_path).pattern.endswith("/*E")
+    rewrite(tmp_path, mtp_hybrid_override_pattern="*Q")
+    with pytest.raises(ConversionError, match="nemotron_h does not describe a model: .*'Q'"):
+        hf.config_of(tmp_path)

@@ -16,7 +16,7 @@ from tests.models.hf.families import KINDS
 from tests.models.hf.released import config, make, tensors
 from weft.errors import ConversionError
 from weft.models import HybridConfig, HybridModel, hf
-from weft.models.hf.directory import TensorWriter
+from weft.models.hf.directory import DTYPES, TensorWriter
 from weft.models.hf.spelling import full_text_of
 from weft.models.layers.rotary import frequencies
 
@@ -135,6 +135,17 @@ def test_gemma_3_with_images_is_read_and_everything_is_written_as_it_came(tmp_pa
         assert all(torch.equal(written[each], tensor) for each, tensor in found.items())
     again = Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "again", dtype=torch.float32).eval()
     assert_close(again(input_ids=TOKENS).logits, expected, **CLOSE)
+
+
+def test_tensors_of_every_dtype_are_written_as_they_came(tmp_path):
+    """Those that no weight of a text model has may lie beside it, such as scales."""
+    found = {str(dtype): torch.ones(3, 2).to(dtype) for dtype in DTYPES}
+    with TensorWriter(tmp_path) as writer:
+        for name, tensor in found.items():
+            writer.put(name, tensor)
+    written = tensors(tmp_path)
+    assert {name: tensor.dtype for name, tensor in written.items()} == {str(dtype): dtype for dtype in DTYPES}
+    assert all(written[name].view(torch.uint8).equal(tensor.view(torch.uint8)) for name, tensor in found.items())
 
 
 def hf_names(files):

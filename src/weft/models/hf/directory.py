@@ -31,10 +31,15 @@ DTYPES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
 }
-"""The names of dtypes in safetensors files."""
+"""The names of dtypes in safetensors files: of all that `safe_open` returns."""
 OF_NAMES = {name: dtype for dtype, name in DTYPES.items()}
 OF_WEIGHTS = ("F64", "F32", "F16", "BF16")
 """The dtypes that weights may have. Tensors of other dtypes need a scale, as float8 does, or are not weights."""

@@ -2,7 +2,8 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,15 +81,10 @@ class Family:
             if raw.get(name, value) != value:
                 raise ConversionError(f"{name}={raw[name]!r}: weft's {self.model_type} has {value!r} only")
         ours = {name: raw.get(theirs, default) for theirs, (name, default) in self.fields.items()}
-        try:
+        with self._reading():
             ours |= self.read(raw)
             cfg = HybridConfig(**ours)
             written = self.write(cfg)
-        except ConversionError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise ConversionError(f"{self.model_type} does not describe a model: {reason}") from error
         known = {*self.fields, *required, *self.kept, *KEPT, *MEANINGLESS, *written}
         if unknown := lacking(raw, known):
             raise ConversionError(
@@ -97,10 +93,22 @@ class Family:
             )
         if self.depths is None:
             return cfg
-        symbols = self.depths.symbols(raw)
-        count = self.depths.count(self._layers(cfg), len(symbols) // self.symbols_per_layer, files)
-        part = f"[{symbols}]" if self.symbols_per_layer == 2 else symbols
-        return dataclasses.replace(cfg, pattern=cfg.pattern + f"/{part}" * count)
+        with self._reading():
+            symbols = self.depths.symbols(raw)
+            count = self.depths.count(self._layers(cfg), len(symbols) // self.symbols_per_layer, files)
+            part = f"[{symbols}]" if self.symbols_per_layer == 2 else symbols
+            return dataclasses.replace(cfg, pattern=cfg.pattern + f"/{part}" * count)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """A context that raises `ConversionError` for fields of config.json that do not describe a model."""
+        try:
+            yield
+        except ConversionError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ConversionError(f"{self.model_type} does not describe a model: {reason}") from error
 
     def raw(self, cfg: HybridConfig) -> Raw:
         """Return this family's config.json for `cfg`. Raises `ConversionError` if the family cannot represent `cfg`."""

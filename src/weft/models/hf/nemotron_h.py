@@ -52,7 +52,7 @@ def of_a_depth(raw: Raw) -> str:
     """
     blocks = raw.get("mtp_layers_block_type") or ["full_attention", "moe"]
     symbols = "".join(SYMBOLS.get(name, name) for name in blocks)
-    return raw.get("mtp_hybrid_override_pattern", symbols) if symbols == "*E" else symbols
+    return (raw.get("mtp_hybrid_override_pattern") or symbols) if symbols == "*E" else symbols
 
 
 def write(cfg: HybridConfig) -> Raw:

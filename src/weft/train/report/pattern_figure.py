@@ -99,7 +99,9 @@ def _layer(axes: Any, layer: LogicalLayer, left: float, middle: float, theme: Th
 
 
 def _colors(theme: Theme) -> dict[str, str]:
-    return dict(zip("MG*+-E", (theme.blue, theme.violet, theme.orange, theme.orange, theme.quiet, theme.green)))
+    mamba, delta, attention = theme.blue, theme.violet, theme.orange
+    kinds = {"M": mamba, "G": delta, "K": delta, "*": attention, "+": attention, "-": theme.quiet, "E": theme.green}
+    return {symbol: kinds.get(symbol, theme.ink) for symbol in LAYER_NAMES}
 
 
 def _title(text: str) -> str:

@@ -72,7 +72,7 @@ def meet(
     while (count := wait.answer(lambda: store.add(COUNT, 0))) < ranks:
         if wait.is_over_for_others(withdrawn=count < 0):
             raise Interrupted("stopped: another rank was stopped while it waited")
-        if stop.requested and _leave(store, ranks):
+        if stop.requested and wait.answer(lambda: _leave(store, ranks)):
             raise Interrupted(f"stopped while waiting for {absent()}")
         wait.on(absent)
     if begin is not None:
