@@ -1,6 +1,6 @@
 """Mutations of the source. A `Mutation` says what to replace and where; `Source` finds the place by its syntax.
 
-`where` is the dotted name of a class, of a function or of a module's variable, anywhere in src/weft: `Freshness.reach`.
+`where` is the dotted name of a class, of a function or of a module's variable, anywhere in src/weft: `Freshness._make`.
 If several modules have this name, put the first parts of the module's path before it: `moe:Router.forward`.
 
 `old` and `new` are Python code and are compared as syntax: line breaks, indentation, comments and quotes make no

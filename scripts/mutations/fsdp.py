@@ -66,8 +66,8 @@ MUTATIONS = [
     Mutation(
         "the host waits for a gather immediately",
         "Unit._gather",
-        "self._tickets.append(ticket)",
-        "self._tickets.append(ticket) or ticket.wait()",
+        "self.tickets.append(ticket)",
+        "self.tickets.append(ticket) or ticket.wait()",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim]",
     ),
     Mutation(
@@ -540,6 +540,21 @@ MUTATIONS = [
         "self.main_changed or self.gathered_from not in (None, self.version)",
         "self.main_changed",
         "fsdp/seams/test_holds.py::test_weights_that_stay_gathered_over_a_step_are_those_of_the_step[2-optim]",
+    ),
+    Mutation(
+        "a gather that fails is not undone",
+        "Unit.lose",
+        "group.lose()",
+        "",
+        SEAMS + "test_failures.py::test_a_shared_message_for_which_there_is_no_memory_takes_none[2]",
+    ),
+    Mutation(
+        "a backward reads held weights that a failed gather has freed",
+        "Unit.sync_versions",
+        "group.gathered_from == LOST",
+        "False",
+        SEAMS + "test_failures.py::"
+        "test_held_weights_whose_other_copy_found_no_memory_are_not_read_before_they_are_gathered_again[2]",
     ),
     Mutation(
         "only the first group of a unit may be stale",

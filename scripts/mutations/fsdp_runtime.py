@@ -48,22 +48,22 @@ MUTATIONS = [
     ),
     Mutation(
         "the order of reductions never adapts",
-        "Consensus.reach",
-        "reductions.agreed = tuple(reductions.arrived)",
+        "Consensus.exchange",
+        "reductions.order = tuple(reductions.ready_order)",
         "",
         "fsdp/test_order.py::test_reductions_that_wait_for_the_turn_of_another_all_start_with_it[2]",
     ),
     Mutation(
         "only parameters that this rank trains are reduced",
-        "Consensus.reach",
+        "Consensus.exchange",
         "self._reduce(trains)",
         "self._reduce([group.trainable for group in groups])",
         DIFFERENTLY_FROZEN,
     ),
     Mutation(
         "gradients of parameters unfrozen on some ranks stay unreduced",
-        "Consensus.reach",
-        "[group for group in late if group.agreed]",
+        "Consensus.exchange",
+        "[group for group in late if group.is_reduced]",
         "[]",
         DIFFERENTLY_FROZEN,
     ),
@@ -186,7 +186,7 @@ MUTATIONS = [
     ),
     Mutation(
         "resident weights are updated without overlap",
-        "Freshness.reach",
+        "Freshness.update_to",
         "self.ahead and self._made and self._made[-1] is unit",
         "False",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim]",
@@ -252,7 +252,7 @@ MUTATIONS = [
     Mutation(
         "a rank that joins a gather sends stale weights",
         "GatherHelper.serve",
-        "self._freshness.reach(unit)",
+        "self._freshness.update_to(unit)",
         "",
         "fsdp/test_conditional.py::test_a_rank_that_takes_part_in_a_gather_sends_the_weights_of_now[4]",
     ),
@@ -266,7 +266,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank sends stale quantized weights of a unit that its pass does not use",
-        "Freshness.reach",
+        "Freshness.update_to",
         "self.is_due(unit)",
         "False",
         "fsdp/test_mixed_bundles.py::test_a_rank_whose_pass_is_one_without_some_quantized_units_sends_those_of_after_its_last_step[2-0]",
@@ -274,7 +274,7 @@ MUTATIONS = [
     Mutation(
         "a plan omits weights that are gathered again while held",
         "fsdp:_facts",
-        "sum(group.payload.sent for group in turning)",
+        "sum(group.payload.sent for group in double)",
         "0",
         COPIES + "test_a_backward_gathers_its_copy_instead_of_the_other_and_as_the_plan_says[2]",
     ),
@@ -377,7 +377,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a backward leaves the shards of units that it does not reach",
-        "Shared._end_holds",
+        "Shared._end_units",
         "unit.forget()",
         "",
         "fsdp/test_post_forward.py::test_what_stays_is_dropped_when_the_weights_may_have_changed[4]",

@@ -77,7 +77,7 @@ MUTATIONS = [
     Mutation(
         "prefetch_bytes is ignored",
         "GatherOrder._behind",
-        "self._budget is not None and spent > self._budget",
+        "self.budget is not None and spent > self.budget",
         "False",
         ORDER + "test_a_budget_of_bytes_says_how_far_ahead_gathers_go[2]",
     ),
@@ -112,7 +112,7 @@ MUTATIONS = [
     Mutation(
         "prefetching gathers forward's copy for backward",
         "GatherOrder.use",
-        "self._turn_ahead(ahead)",
+        "self._choose_copy_ahead(ahead)",
         "",
         COPIES + "test_a_backward_gathers_its_copy_instead_of_the_other_and_as_the_plan_says[2]",
     ),

@@ -17,7 +17,7 @@ NAMES = ("", "blocks.0", "blocks.1")
 
 
 def reach(agreement: Agreement, *flags: list[bool], arrived=()) -> tuple[list[list[bool]], bool]:
-    return agreement.reach(flags, arrived, NAMES, [dist.group.WORLD])
+    return agreement.compare(flags, arrived, NAMES, [dist.group.WORLD])
 
 
 @distributed(2, 4)

@@ -17,7 +17,7 @@ class Unit:
         self.number, self.log = number, log
         self.gathered_bytes = 1
         self.tied, self.holders, self.resident = (), [], False
-        self.turns, self.backward = False, False
+        self.two_copies, self.backward = False, False
 
     def has_room(self):
         return True

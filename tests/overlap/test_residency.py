@@ -65,9 +65,9 @@ def counted(model, schedule):
     watched = units_under(model)
     gather, reduce, visit, plan = Unit._gather, GroupGradients.reduce, runtime_of(model).use, ModelUnits.program
 
-    def gathered(unit):
+    def gathered(unit, groups):
         gathers[unit] += 1
-        gather(unit)
+        gather(unit, groups)
 
     def reduces(gradients, *args, **kwargs):
         reduced[gradients] += 1

@@ -56,7 +56,7 @@ def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str,
 
 
 class Agreement:
-    """The log of one backward's collectives, which `reach` compares across ranks. `checks`: if false, nothing is
+    """The log of this rank's collectives in a backward, for `compare`. `checks`: if false, nothing is
     logged, and callers exchange nothing. `channel`: separates the messages of models with the same process groups."""
 
     def __init__(self, checks: bool, channel: int) -> None:
@@ -78,7 +78,7 @@ class Agreement:
     ) -> list[bool]:
         """Raise CollectiveMismatch if `units`, the descriptions of this rank's units, differ between ranks. Return, for
         each parameter group of the units, whether any rank trains it. `trains`: for each parameter group, whether this
-        rank trains it. `groups`: the process groups, as in `reach`."""
+        rank trains it. `groups`: the process groups, as in `compare`."""
         word = _fingerprint(units)
         high, low = agree([word, -word], groups, "first pass", channel=self.channel)
         if high != -low:
@@ -86,7 +86,7 @@ class Agreement:
         # A separate message, after the check: ranks with different units would send different numbers of integers.
         return [*map(bool, agree(trains, groups, "first pass", channel=self.channel))]
 
-    def reach(
+    def compare(
         self,
         flags: Sequence[Sequence[bool]],
         arrived: Sequence[int],

@@ -6,6 +6,7 @@ needs a unit's full weights. Each method name in this table has the same meaning
 names:
 
     weights    gather           start the all-gather of full weights             group, bucket
+               lose             undo a gather that failed                        unit, group
                acquire, release add and remove a named holder of full weights    unit
                free             free the memory of full weights                  unit, group
                renew            gather stale weights again, while they are held  unit

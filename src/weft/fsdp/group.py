@@ -48,6 +48,8 @@ from weft.weak import weakly
 
 _trains = attrgetter("sharded.requires_grad")
 _full_trains = attrgetter("full.requires_grad")
+LOST = -1
+"""The value of `gathered_from` after a failed gather: no version counter has it, so that the weights are stale."""
 
 
 def payload_of(plan: GroupPlan) -> Plain | Narrow:
@@ -66,7 +68,7 @@ class ParameterGroup:
         self.trains = self.trainable = members[0].value.requires_grad
         """`trains`: whether any parameter requires gradients on this rank. `trainable`: whether the group has or gets
         gradients on this rank, including gradients from before it was frozen."""
-        self.agreed = self.trainable
+        self.is_reduced = self.trainable
         """Whether all ranks reduce the group's gradients, because some rank may have gradients."""
         slices = [local_of(each.value) for each in members]
         self.payload = payload_of(plan)
@@ -193,19 +195,15 @@ class ParameterGroup:
         """Start to gather the full weights. Update outdated model weights first. Return None if nothing is sent."""
         self.refresh(channels)
         refreshing, self._refreshing = self._refreshing, None
-        self._note_gather()
-        if self.transient is None:
-            return refreshing
-        group = channels.of_gathers(self.groups[-1])
         with torch.no_grad():
-            full = self.transient.tensor if self.transient.pool() else channels.weights.take(self.transient)
             if (kept := self.post_forward) is not None and kept.held:
+                assert self.transient is not None
                 self.gathered_from = kept.version
-                return kept.gather_into(full, channels.gather, self.channel)
-            source = self.copies[self.copy].local
-            landing = self.payload.land(full, source, channels.weights)
+                return kept.gather_into(channels.weights.take(self.transient), channels.gather, self.channel)
+            source, landing = self.copies[self.copy].local, self.open_full(channels)
             if landing is source:
                 return refreshing
+            group = channels.of_gathers(self.groups[-1])
             own = landing.view(group.size(), -1)[group.rank()]
             write = self.payload.write(own, source, channels.weights)
             ticket = channels.gather.run(
@@ -221,9 +219,19 @@ class ParameterGroup:
                 self._upload = ticket
             return ticket
 
-    def _note_gather(self) -> None:
-        """Record from which version of the main weights the weights are made that the ranks now send."""
+    def open_full(self, channels: Channels) -> torch.Tensor:
+        """Take memory for full weights. Return the tensor that a message fills, or the weights that this rank sends if
+        no message is needed. Call it under `torch.no_grad()`, after `refresh`."""
         self.gathered_from = self._refreshed_from if self.refreshes else self.version
+        source = self.copies[self.copy].local
+        if self.transient is None:
+            return source
+        if self.transient.pool():  # this copy replaces the one that is there
+            self.fulls.leave()
+            full = self.transient.tensor
+        else:
+            full = channels.weights.take(self.transient)
+        return self.payload.land(full, source, channels.weights)
 
     @property
     def fits_buckets(self) -> bool:
@@ -241,13 +249,6 @@ class ParameterGroup:
         """Return the weights that this rank sends in a message of several units. Call it under `torch.no_grad()`."""
         self.refresh(channels)
         return self.copies[min(copy, self.payload.copies - 1)].local
-
-    def open_full(self, channels: Channels) -> torch.Tensor:
-        """Allocate full weights. Return the tensor that a message of several units fills. Call it under `no_grad`."""
-        assert self.transient is not None
-        self._note_gather()
-        full = channels.weights.take(self.transient)
-        return self.payload.land(full, self.copies[self.copy].local, channels.weights)
 
     def serve(self, channels: Channels, copy: int) -> Ticket:
         """Take part in a gather of `copies[copy]` that only other ranks need, and discard the result."""
@@ -335,21 +336,13 @@ class ParameterGroup:
             group = neighbors(self.groups[-1], size)
             self.post_forward = PostForwardShard(self.plan, group)
 
-    def arrived(self) -> None:
+    def complete_gather(self) -> None:
         """Complete a gather that has ended: free its temporary memory, and let autograd read the full weights."""
         if self.post_forward is not None:
             self.post_forward.drop()
         if self.transient is not None or self.refreshes:
             self.payload.open(self.full.local, self.copy)
         self.fulls.come(self.version)
-
-    def gather_other(self, channels: Channels) -> None:
-        """Gather copy number `self.copy` in place of the gathered weights. Computation waits for the gather."""
-        self.fulls.check_unwritten()
-        self.fulls.leave()
-        if (ticket := self.gather(channels)) is not None:
-            ticket.wait()
-        self.arrived()
 
     def free(self) -> None:
         self.gathered_from = None
@@ -361,7 +354,7 @@ class ParameterGroup:
         """Free what a failed gather has taken. The gathered weights, if they are held, count as stale."""
         self.free()
         self.payload.drop()
-        self.gathered_from = -1  # no version counter has this value
+        self.gathered_from = LOST
 
     def take_requires_grad(self) -> None:
         """If the user changed `requires_grad` of full parameters under `unshard()`, change it for the sharded ones."""

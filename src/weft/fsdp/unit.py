@@ -28,7 +28,7 @@ from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
 from weft.fsdp.driver import USER, Hold, TiedHold, is_users, shows_full
-from weft.fsdp.group import ParameterGroup
+from weft.fsdp.group import LOST, ParameterGroup
 from weft.fsdp.parameter import FULL, SHARDED, register
 from weft.fsdp.precision import MixedPrecisionPolicy
 
@@ -57,7 +57,7 @@ TRANSITIONS = {  # caused by: what happens
 }
 
 
-_places = itertools.count()
+_serials = itertools.count()
 _moves, _is_stale = attrgetter("moves"), attrgetter("is_stale")
 
 
@@ -77,19 +77,20 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.kind = " + ".join(type(module).__name__ for module in modules)
         self.groups = list(groups)
-        self.agree([group.agreed for group in self.groups])
+        self.choose_reduced([group.is_reduced for group in self.groups])
         self.device = device
         self._coming = [group for group in self.groups if group.transient is not None or group.refreshes]
         """The groups whose full weights must be gathered or updated. The others compute with main weights directly."""
         self.gathered = [group.transient for group in self.groups if group.transient is not None]
         self.gathered_bytes = sum(each.nbytes for each in self.gathered)
-        self.turns = any(len(group.copies) > 1 for group in self.groups)  # forward and backward use different copies
-        self.backward = False  # whether the current or next gather is of the copy for backward, if `turns`
+        self._double = [group for group in self.groups if len(group.copies) > 1]
+        self.two_copies = bool(self._double)  # whether forward and backward use different copies of some weights
+        self.backward = False  # whether the current or next gather is of the copy for backward, if `two_copies`
         self.policy = policy
         self.name, self.number = "", 0
         self.channels: Channels = None  # type: ignore[assignment]
         """Set at the first pass of the root."""
-        self.place = next(_places)
+        self.serial = next(_serials)
         """The unit's number among all units of the process. It is the same on all ranks that build the same models."""
         self.state = State.AT_REST
         self.resident = False
@@ -110,7 +111,7 @@ class Unit:
         self.stopped = False  # whether an exception ended its latest forward with gradients
         self._divide_factor = divide_factor
         self.replaced_factor: float | None = None  # the user's divisor of summed gradients, or None
-        self._tickets: list[Ticket] = []
+        self.tickets: list[Ticket] = []  # of the gather in flight
         self.keeps_post_forward = False  # whether the next `free` keeps post-forward shards, if there are any
         self.reshard_after(reshard_after_forward)
         for group in self.groups:
@@ -118,6 +119,10 @@ class Unit:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.kind})" if self.name else f"the root ({self.kind})"
+
+    def contains(self, unit: "Unit") -> bool:
+        """Return whether `unit` is this unit or is inside its modules. The root contains all units."""
+        return unit is self or not self.number or unit.name.startswith(f"{self.name}.")
 
     def _refuse(self, event: str) -> State:
         holders = ", ".join(holder.name for holder in self.holders)
@@ -142,21 +147,24 @@ class Unit:
         for unit in self.tied:
             unit.prefetch()
         if self.state is State.AT_REST:
-            self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
-            self.resident = True
-            try:
-                self._gather()
-            except BaseException:
-                self._lose()
-                self.state = TRANSITIONS.get((self.state, "fail")) or self._refuse("fail")
-                self.resident = False
-                raise
+            self.leave_rest()
+            self._gather(self._coming)
 
-    def gather_started(self, ticket: Ticket) -> None:
-        """Record that the shared message of `ticket` has started to gather the weights, which were at rest."""
+    def leave_rest(self) -> None:
+        """Begin a gather, before it takes any memory. Then add its message to `tickets`, or call `lose` if it fails."""
         self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
         self.resident = True
-        self._tickets = [ticket]
+
+    def lose(self) -> None:
+        """Undo a gather that failed, so that the next use gathers all groups."""
+        tickets, self.tickets = self.tickets, []
+        for ticket in tickets:  # they write to memory that is freed below
+            ticket.wait()
+        for group in self._coming:
+            group.lose()
+        if self.state is State.ON_THE_WAY:
+            self.state = TRANSITIONS.get((self.state, "fail")) or self._refuse("fail")
+            self.resident = False
 
     def acquire(self, holder: Any) -> None:
         """Hold full weights for `holder`: gather and register them as needed. Later computation waits for them."""
@@ -167,8 +175,7 @@ class Unit:
                 unit.acquire(TiedHold(self, holder))
             if self.state is State.AT_REST:
                 self.prefetch()
-            if self.state is State.ON_THE_WAY:
-                self._arrive()
+            self._arrive()
         except BaseException:
             for unit in self.tied:
                 unit.end_holds(TiedHold(self, holder))
@@ -213,38 +220,36 @@ class Unit:
     def renew(self) -> None:
         """Gather held weights again after the main weights have changed."""
         self.state = TRANSITIONS.get((self.state, "renew")) or self._refuse("renew")
-        for group in self.groups:
+        for group in self.groups:  # all before the first is freed: this may raise
             group.fulls.check_unwritten()
+        for group in self.groups:
             group.outdate()
             group.free()
-        try:
-            self._gather()
-            self._wait()
-        except BaseException:
-            self._lose()
-            raise
+        self._gather(self.groups)
 
-    def turn(self, backward: bool) -> None:
+    def choose_copy(self, backward: bool) -> None:
         """If weights have a second copy for backward, choose the copy that is gathered from now on. `backward`: choose
         the second one. If the weights are held, gather the chosen copy now."""
-        if not self.turns or self.backward == backward:
+        if not self.two_copies or self.backward == backward:
             return
         self.free()  # gathered ahead for the other direction
         self.backward = backward
-        turning = [group for group in self.groups if len(group.copies) > 1]
-        for group in turning:  # all before the first gather, which may raise
+        for group in self._double:  # all before the first gather, which may raise
             group.copy = int(backward)
         if self.state is State.AT_REST:
             return
         self.state = TRANSITIONS.get((self.state, "renew")) or self._refuse("renew")
-        self.channels.on_gather(self)
-        for group in turning:
-            group.gather_other(self.channels)
+        for group in self._double:
+            group.fulls.check_unwritten()
+        self._gather(self._double)
 
     def sync_versions(self) -> None:
         """Raise WeightsWritten if a write to gathered weights would be lost. Set version counters, so that autograd
-        raises an error for tensors that were saved before the latest write to the main weights."""
-        if self.state in (State.HERE, State.HELD):
+        raises an error for tensors that were saved before the latest write to the main weights. Gather held weights
+        again that a failed gather has freed."""
+        if self.state is State.HELD and any(group.gathered_from == LOST for group in self._coming):
+            self.renew()
+        elif self.state in (State.HERE, State.HELD):
             for group in self.groups:
                 group.fulls.check_unwritten()
                 group.fulls.come(group.version)
@@ -260,8 +265,7 @@ class Unit:
 
     def free(self) -> None:
         """Free the memory of weights that have no holder."""
-        if self.state is State.ON_THE_WAY:
-            self._arrive()
+        self._arrive()
         if self.state is State.HERE:
             self.state = TRANSITIONS.get((self.state, "free")) or self._refuse("free")
             self.resident = False
@@ -291,8 +295,7 @@ class Unit:
     def begin_pass(self) -> None:
         """Free weights that are left from an earlier pass, and apply the user's changes of `requires_grad`."""
         self.forget()
-        if self.state is not State.AT_REST:
-            self.free()  # waits for a gather: the model weights that it reads may change next
+        self.free()  # waits for a gather: the model weights that it reads may change next
         for group in self.groups:
             group.await_refresh()
             group.rest()
@@ -333,21 +336,20 @@ class Unit:
         """How many times gathered weights have moved to another address: the sum over the groups."""
         return sum(map(_moves, self.gathered))
 
-    def _gather(self) -> None:
-        self.channels.on_gather(self)
-        if self._coming:
-            with profiled(self.name, "gather"):
-                for group in self._coming:
-                    if (ticket := group.gather(self.channels)) is not None:
-                        self._tickets.append(ticket)
-
-    def _lose(self) -> None:
-        """Undo a gather that failed, so that the next use gathers all groups."""
-        tickets, self._tickets = self._tickets, []
-        for ticket in tickets:  # they write to memory that is freed below
-            ticket.wait()
-        for group in self._coming:
-            group.lose()
+    def _gather(self, groups: Sequence[ParameterGroup]) -> None:
+        """Start to gather `groups`. If the weights are held, later computation waits for this gather."""
+        try:
+            self.channels.on_gather(self)
+            if groups:
+                with profiled(self.name, "gather"):
+                    for group in groups:
+                        if (ticket := group.gather(self.channels)) is not None:
+                            self.tickets.append(ticket)
+            if self.state is State.HELD:
+                self._wait(groups)
+        except BaseException:
+            self.lose()
+            raise
 
     def _let_go(self, holder: Any) -> None:
         event = "let go" if len(self.holders) > 1 else "let go last"
@@ -358,25 +360,25 @@ class Unit:
 
     def _arrive(self) -> None:
         if self.state is State.ON_THE_WAY:
-            self._wait()
+            self._wait(self.groups)
             self.state = TRANSITIONS.get((self.state, "arrive")) or self._refuse("arrive")
 
-    def _wait(self) -> None:
-        tickets, self._tickets = self._tickets, []
+    def _wait(self, groups: Sequence[ParameterGroup]) -> None:
+        tickets, self.tickets = self.tickets, []
         for ticket in tickets:
             ticket.wait()
-        for group in self.groups:
-            group.arrived()
+        for group in groups:
+            group.complete_gather()
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
-    def agree(self, trains: Sequence[bool]) -> None:
+    def choose_reduced(self, reduced: Sequence[bool]) -> None:
         """Set, per group, whether its gradients are reduced."""
-        for group, agreed in zip(self.groups, trains):
-            group.agreed = agreed
-        self.trainable_groups = [group for group in self.groups if group.agreed]
+        for group, is_reduced in zip(self.groups, reduced):
+            group.is_reduced = is_reduced
+        self.trainable_groups = [group for group in self.groups if group.is_reduced]
         """The groups whose gradients are reduced: the same on all ranks, even if ranks froze different groups."""
-        self.others = [group for group in self.groups if not group.agreed]
+        self.others = [group for group in self.groups if not group.is_reduced]
         """The other groups. A rank that has unfrozen one of them tells the other ranks at the end of its backward."""
 
     @cached_property
@@ -388,10 +390,7 @@ class Unit:
     @property
     def awaits_reduction(self) -> bool:
         """Whether gradients have arrived that are in no reduction yet."""
-        for group in self.groups:
-            if (group.agreed or group.trainable) and group.gradients.arrived:
-                return True
-        return False
+        return any((group.is_reduced or group.trainable) and group.gradients.arrived for group in self.groups)
 
     def scale_of(self, group: ParameterGroup) -> float:
         """Return the factor that multiplies the sum of the group's gradients over the ranks."""

@@ -31,11 +31,11 @@ class Gathered(Protocol):
     """The interface of a unit that `GatherOrder` uses.
 
     - `resident`: whether the unit's weights are gathered or being gathered.
-    - `turns`: whether forward and backward use different copies of the weights.
+    - `two_copies`: whether forward and backward use different copies of the weights.
     - `backward`: whether backward's copy is selected.
     - `tied`: the units whose parameters this unit shares.
     - `holders`: what holds the weights, such as a forward.
-    - `turn`: select a copy. If the weights are held, gather this copy at once.
+    - `choose_copy`: select a copy. If the weights are held, gather this copy at once.
     - `prefetch`: start the gather, unless the unit is resident.
     - `has_room`: whether there is memory for a gather.
     - `acquire`, `release`: add a holder, remove a holder.
@@ -45,14 +45,14 @@ class Gathered(Protocol):
     number: int
     gathered_bytes: int
     resident: bool
-    turns: bool
+    two_copies: bool
     backward: bool
 
     @property
     def tied(self) -> Iterable[Any]: ...
     @property
     def holders(self) -> Collection[Any]: ...
-    def turn(self, backward: bool) -> None: ...
+    def choose_copy(self, backward: bool) -> None: ...
     def prefetch(self) -> None: ...
     def has_room(self) -> bool: ...
     def acquire(self, holder: Any) -> None: ...
@@ -95,7 +95,7 @@ class GatherOrder:
         """The pass around the current backward: for example, a forward inside which a gradient is computed."""
         self._units = units
         self.bundles = bundles
-        self._budget = budget
+        self.budget = budget
         self._ahead: dict[tuple[str, tuple[int, ...]], dict[tuple[int, bool], tuple[int, ...]]] = {}
         """`wanted_at` of the latest traces: computed once per trace."""
 
@@ -108,7 +108,7 @@ class GatherOrder:
         if known is not None:
             self._follow(kind, known.uses, known.backwards)
         else:
-            turned = self.traces["forward"].turned() if kind == "backward" and "forward" in self.traces else ()
+            turned = self.traces["forward"].reversed_uses() if kind == "backward" and "forward" in self.traces else ()
             self._follow(kind, turned, (1,) * len(turned))
 
     def foresee(self, trace: Trace) -> bool:
@@ -129,6 +129,7 @@ class GatherOrder:
     def end_backward(self) -> None:
         here = self.current
         self._keep_trace("accumulation" if here.waits else here.kind)
+        # Only now, as the trace has the kind. A recomputation before the next pass gathers forward's copies of weights.
         here.kind = "forward"
         self.current, self._around = self._around or here, None
 
@@ -150,7 +151,7 @@ class GatherOrder:
             here.ends_at = sum(1 for _ in before)
         if kind == "backward" and (first := self._first_unheld(expected)) in self.bundles:
             message = [self._units[number] for number in self._message_of(first)]
-            if all(unit.resident and not unit.turns for unit in message):  # it stayed after the forward
+            if all(unit.resident and not unit.two_copies for unit in message):  # it stayed after the forward
                 here.gathered.update(unit.number for unit in message)
 
     def _known(self, kind: str) -> Trace | None:
@@ -162,12 +163,16 @@ class GatherOrder:
         if self.current.position and (known is None or known.events != tuple(events)):
             self.traces[kind] = Trace(kind, tuple(Event(*event) for event in events))
 
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def record(self, what: str, unit: int, detail: int = 0) -> None:
+        """Record an event of gradients in the current pass. The arguments are the fields of `Event`."""
+        self.current.events.append((what, unit, detail))
+
     def waits(self, unit: int) -> None:
         """Record that the gradients of `unit` wait for another backward before they are reduced."""
         self.current.waits = self.current.kind == "backward"
-        self.current.events.append(("later", unit, 0))
-
-    # --- events -----------------------------------------------------------------------------------------------------
+        self.record("later", unit)
 
     def use(self, unit: Gathered, holder: Any, named: Iterable[Gathered] | None = None) -> None:
         """Gather `unit`, and hold it for `holder`, which uses it now. Also start to gather units ahead: the units in
@@ -175,19 +180,19 @@ class GatherOrder:
         gather of `unit`, so that the lanes (communication queues) always have work."""
         here, number, backward = self.current, unit.number, holder.backward
         position, expected = here.position, here.expected
-        here.events.append(("use", number, int(backward and unit.turns)))
+        here.events.append(("use", number, int(backward and unit.two_copies)))
         here.position = position + 1
         if here.on_plan and (position >= len(expected) or expected[position] != number):
             self._leave_plan()
-        if unit.turns or unit.tied:
+        if unit.two_copies or unit.tied:
             for each in (unit, *unit.tied):
-                each.turn(backward)
+                each.choose_copy(backward)
         if named is not None:
             unit.prefetch()
             for each in named:
                 here.events.append(("ahead", each.number, 0))
-                if each.turns:
-                    self._turn_ahead(each)
+                if each.two_copies:
+                    self._choose_copy_ahead(each)
                 each.prefetch()
             here.wanted = self._look_ahead()
         else:
@@ -196,8 +201,8 @@ class GatherOrder:
             here.wanted = self._look_ahead()
             for following in here.wanted:
                 ahead = self._units[following]
-                if ahead.turns:
-                    self._turn_ahead(ahead)
+                if ahead.two_copies:
+                    self._choose_copy_ahead(ahead)
                 if not ahead.resident:
                     if not ahead.has_room():
                         break
@@ -242,7 +247,7 @@ class GatherOrder:
     def _message_of(self, unit: int) -> Collection[int]:
         """Return the units that are gathered with `unit`. They are the same in forward and backward."""
         bundle = self.bundles.get(unit)
-        if bundle is None or any(self._units[number].turns for number in bundle.numbers):
+        if bundle is None or any(self._units[number].two_copies for number in bundle.numbers):
             return (unit,)
         return bundle.numbers
 
@@ -251,21 +256,22 @@ class GatherOrder:
         spent, seen = 0, set()
         following = dropwhile(in_use.__contains__, upcoming)
         depth = SCHEDULED_AHEAD if self.current.kind == "schedule" else 1
-        for number in following if self._budget is not None else islice(following, depth):
+        for number in following if self.budget is not None else islice(following, depth):
             if number in seen:
                 continue
             seen.add(number)
             spent += self._units[number].gathered_bytes
-            if self._budget is not None and spent > self._budget:
+            if self.budget is not None and spent > self.budget:
                 return
             yield number
 
-    def _turn_ahead(self, unit: Gathered) -> None:
+    def _choose_copy_ahead(self, unit: Gathered) -> None:
         """Switch `unit`, which will be gathered ahead, to the copy that its next use needs, unless it is held."""
         if not unit.holders:
             here = self.current
             coming = zip(here.expected[here.position :], here.backwards[here.position :])
-            unit.turn(bool(next((use for number, use in coming if number == unit.number), here.kind == "backward")))
+            backward = next((use for number, use in coming if number == unit.number), here.kind == "backward")
+            unit.choose_copy(bool(backward))
 
     def _gather(self, unit: Gathered, backward: bool) -> None:
         """Start to gather `unit`, with its bundle if the bundle was not gathered in this pass."""
@@ -279,7 +285,7 @@ class GatherOrder:
             here.gathered.update(bundle.numbers)
             here.wanted = self._look_ahead()
             bundle.gather(here.kind == "backward")
-            unit.turn(backward)
+            unit.choose_copy(backward)
         unit.prefetch()
 
     def _look_ahead(self) -> tuple[int, ...]:

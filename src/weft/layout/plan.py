@@ -56,7 +56,7 @@ class UnitFacts:
     - `gathered`: the gathered weights of each group.
     - `sent`: the messages that gather all groups.
     - `refreshed`: the messages that update, once per step, the model weights that each rank keeps.
-    - `turned`: the messages that gather backward's copy of some weights after forward's copy, and their temporary
+    - `other_copy`: the messages that gather backward's copy of some weights after forward's copy, and their temporary
       memory. (0, 0) if there is only one copy.
     - `staging`: the temporary memory of uploads and casts.
     - `post_forward`: the part of the weights that is kept from forward to backward.
@@ -70,7 +70,7 @@ class UnitFacts:
     gathered: tuple[int, ...]
     sent: int
     refreshed: int = 0
-    turned: tuple[int, int] = (0, 0)
+    other_copy: tuple[int, int] = (0, 0)
     staging: int = 0
     post_forward: int = 0
     tied: tuple[int, ...] = ()

@@ -58,6 +58,6 @@ class Trace:
         """The `detail` of each `use`, in order."""
         return tuple(event.detail for event in self.events if event.what == "use")
 
-    def turned(self) -> tuple[int, ...]:
+    def reversed_uses(self) -> tuple[int, ...]:
         """Predict the uses in this forward's backward: the units whose `done` has `detail` 1, in reverse order."""
         return tuple(event.unit for event in reversed(self.events) if event.what == "done" and event.detail)

@@ -67,7 +67,7 @@ class ReductionOrder(ABC):
         self.waits_for_room = True
         """Whether `most_alive` is enforced. False without streams in a backward that may include other models: there, a
         wait for room could deadlock with another rank, which waits for this one in another model."""
-        self.arrived: list[int] = []
+        self.ready_order: list[int] = []
         """The units whose gradients were ready in this backward, in order."""
         self.waiting: set[int] = set()
         """The units that are packed and wait for their turn."""
@@ -111,7 +111,7 @@ class ReductionOrder(ABC):
 
     def take_turns(self, turns: Iterable[tuple[int, ...]] | None) -> None:
         """Begin a backward with these turns. None: the backward has no agreed order, as in a schedule."""
-        self.arrived.clear()
+        self.ready_order.clear()
         self.waiting.clear()
         self._turns = None if turns is None else deque(turns)
 
@@ -126,7 +126,7 @@ class ReductionOrder(ABC):
             if len(turn) == 1 or self.waiting.issuperset(turn):
                 self._take(turn)
             return False
-        self.arrived.append(unit)
+        self.ready_order.append(unit)
         if self._turns and self._turns[0] == (unit,):
             self._take((unit,))
         else:

@@ -32,7 +32,7 @@ class _Unit:
         self.facts = facts
         self.gathered_bytes = sum(facts.gathered)
         self.resident = False
-        self.turns = facts.turned != (0, 0)
+        self.two_copies = facts.other_copy != (0, 0)
         self.backward = False
         self.arrived = False
         self.holders: list[str] = []
@@ -52,13 +52,13 @@ class _Unit:
         if not self.resident:
             self._walk.gather((self,))
 
-    def turn(self, backward: bool) -> None:
-        if not self.turns or self.backward == backward:
+    def choose_copy(self, backward: bool) -> None:
+        if not self.two_copies or self.backward == backward:
             return
         self.free()
         self.backward = backward
         if self.resident:
-            nbytes, staging = self.facts.turned
+            nbytes, staging = self.facts.other_copy
             self._walk.take(WEIGHTS, staging)
             self._walk.give(WEIGHTS, staging)
             if nbytes:
@@ -114,7 +114,7 @@ class _Bundle:
     def gather(self, backward: bool) -> None:
         coming = [unit for unit in self.units if not unit.resident]
         for unit in coming:
-            unit.turn(backward)
+            unit.choose_copy(backward)
         self._walk.gather(coming, self.units)
 
 

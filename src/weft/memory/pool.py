@@ -155,8 +155,6 @@ class Pool:
         """Take back the memory of `transient`. Queued computation may still read it, because later writes are
         queued behind the reads."""
         transient.pool = lambda: None
-        if transient not in self._alive:  # its take failed
-            return
         del self._alive[transient]
         self.live -= transient.nbytes
         if guard.guards:

@@ -154,7 +154,7 @@ class ModelUnits:
         """Return `program` as events: units are acquired and released, and their gradients are reduced."""
         events = []
         for each in program:
-            events += [Event("use", unit.number, int(hold.backward and unit.turns)) for unit, hold in each.acquire]
+            events += [Event("use", unit.number, int(hold.backward and unit.two_copies)) for unit, hold in each.acquire]
             events += [Event("done", unit.number) for unit, _ in each.release]
             events += [Event("ready", unit.number) for unit in each.reduce]
         return Trace("schedule", tuple(events))

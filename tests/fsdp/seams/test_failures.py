@@ -33,7 +33,9 @@ from tests.pool import distributed
 from weft.comm.watch.hang_detector import start_hang_detector
 from weft.errors import WeightsWritten
 from weft.fsdp.module import unit_of
+from weft.fsdp.unit import State
 from weft.memory.pool import Pool, Transient
+from weft.quantize import mx
 
 
 def mine(batch: torch.Tensor) -> torch.Tensor:
@@ -550,3 +552,48 @@ def test_weights_whose_gather_found_no_memory_are_gathered_when_they_are_unshard
         module.unshard()
         assert all(map(torch.equal, module.parameters(), before[module]))
         module.reshard()
+
+
+@distributed(2)
+def test_units_of_a_shared_message_are_on_their_way_before_they_take_memory():
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    for module in model:
+        weft.fully_shard(module)
+    weft.fully_shard(model, runtime=weft.RuntimeOptions(bucket_bytes=1 << 20))
+    units = {unit_of(module).groups[0].transient: unit_of(module) for module in model}
+    states, take = [], Pool.take
+
+    def observed(pool: Pool, transient: Transient) -> torch.Tensor:
+        states.append(units[transient].state)
+        return take(pool, transient)
+
+    with pytest.MonkeyPatch.context() as patched, torch.no_grad():
+        patched.setattr(Pool, "take", observed)
+        model(torch.ones(2, 4))
+    assert states == [State.ON_THE_WAY] * 3
+    assert not any(unit.resident for unit in units.values())
+
+
+@distributed(2)
+def test_held_weights_whose_other_copy_found_no_memory_are_not_read_before_they_are_gathered_again():
+    policy = weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32, param_quantization=mx(32, compute="scaled"))
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2)))
+    for module in (*model, model):
+        weft.fully_shard(module, mp_policy=policy)
+
+    def gradient_of(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        output.float().sum().backward()
+        return rows.grad
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.linspace(-1, 1, 512).view(2, 256).requires_grad_()
+        return model(rows), rows
+
+    expected = gradient_of(*forward())
+    failing, following = forward(), forward()
+    model[0].unshard()
+    with no_memory_once(unit_of(model[0]).groups[0].payload.staging):
+        gradient_of(*failing)
+    assert unit_of(model[0]).holders
+    assert torch.equal(gradient_of(*following), expected)
+    assert torch.equal(gradient_of(*forward()), expected)

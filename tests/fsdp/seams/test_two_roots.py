@@ -256,7 +256,7 @@ def test_many_roots_of_which_each_rank_runs_others():
 
 def test_a_backward_may_reach_another_model_while_that_has_a_forward_without_backward():
     """Then a wait for room could be one for a rank that waits for this one, and gradients of more units are alive."""
-    one, other = (JointBackward([SimpleNamespace(place=place, calls=set())], lambda: None) for place in range(2))
+    one, other = (JointBackward([SimpleNamespace(serial=place, calls=set())], lambda: None) for place in range(2))
     other.begin()
     assert not one.may_share_backward(), "it has evaluated"
     other._units[0].calls.add("a forward")

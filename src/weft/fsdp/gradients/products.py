@@ -161,7 +161,7 @@ def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantizati
     group = record.group
     with torch._C.DisableTorchFunctionSubclass():
         if len(group.copies) > 1 and group.copy != backward:
-            record.unit.turn(backward)
+            record.unit.choose_copy(backward)
         codes, full = codes.view(torch.uint8), group.full.local
         return group.payload.operand(codes, full, record.number, group.copy, backward=backward)
 

@@ -40,7 +40,7 @@ class Bucket:
         self._units = tuple(units)
         self._channels = channels
         self._lead = units[0].groups[0]
-        self._turning = next((group for unit in units for group in unit.groups if len(group.copies) > 1), None)
+        self._double = next((group for unit in units for group in unit.groups if len(group.copies) > 1), None)
         """A group with two copies of its weights, if there is any."""
         dtypes = {group.payload.dtype for unit in units for group in unit.groups}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
@@ -53,13 +53,13 @@ class Bucket:
     @property
     def channels(self) -> list[int]:
         """The channel number of the gathers, and a second one if backward gathers other copies than forward."""
-        return self._turning.channels if self._turning is not None else [self._lead.channel]
+        return self._double.channels if self._double is not None else [self._lead.channel]
 
     @torch.no_grad()
     def gather(self, backward: bool) -> None:
         """Start to gather the units that are not gathered yet and for which there is memory. `backward`: gather
         backward's copy of weights that have two copies."""
-        copy = int(backward and self._turning is not None)
+        copy = int(backward and self._double is not None)
         sources = self._sources(copy)
         fulls: list[torch.Tensor | None] = []
         coming: list[Unit] = []
@@ -67,19 +67,19 @@ class Bucket:
             for unit in self._units:
                 comes = not unit.resident and unit.has_room()  # the units before it have taken their memory already
                 if comes:
-                    unit.turn(backward)
-                    self._channels.on_gather(unit)
+                    unit.choose_copy(backward)
+                    unit.leave_rest()
                     coming.append(unit)
+                    self._channels.on_gather(unit)
                 for group in unit.groups:
                     fulls.append(group.open_full(self._channels) if comes else None)
             ticket = self._start(fulls, sources, copy)
         except BaseException:
             for unit in coming:
-                for group in unit.groups:
-                    group.lose()
+                unit.lose()
             raise
         for unit in coming:
-            unit.gather_started(ticket)
+            unit.tickets.append(ticket)
 
     def serve(self, copy: int) -> Ticket:
         """Take part in a gather that only other ranks need, and discard the result. `copy`: 1 for backward's copy of

@@ -20,7 +20,6 @@ from operator import attrgetter
 
 import torch.distributed as dist
 
-from weft.comm.agreement import Agreement
 from weft.comm.watch.hang_detector import HangDetector
 from weft.fsdp.driver import USER
 from weft.fsdp.group import ParameterGroup
@@ -38,18 +37,14 @@ class Consensus:
     """Exchanges the state of one model with the other ranks."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        process_groups: Sequence[dist.ProcessGroup],
-        reductions: Reductions,
-        agreement: Agreement,
+        self, units: Sequence[Unit], process_groups: Sequence[dist.ProcessGroup], reductions: Reductions
     ) -> None:
         self._units = units
         self._groups = [group for unit in units for group in unit.groups]
         self._parameters = [each for group in self._groups for each in group.parameters]
         self._process_groups = process_groups
         self._reductions = reductions
-        self._agreement = agreement
+        self._agreement = reductions.agreement
         self._names = [unit.name for unit in units]
         self.is_alone = all(group.size() == 1 for group in process_groups)
         self._compared_under: HangDetector | None = None
@@ -91,7 +86,7 @@ class Consensus:
                 late.append(unit)
         return late
 
-    def reach(self, graphs: CaptureTable | None) -> None:
+    def exchange(self, graphs: CaptureTable | None) -> None:
         """End a backward: exchange state. Start reductions that are due on some rank and have not started here."""
         reductions, units, groups = self._reductions, self._units, self._groups
         reductions.complete()
@@ -109,8 +104,8 @@ class Consensus:
             graphs.failed if graphs is not None else (),
             [unit.number in reductions.waiting for unit in units],
         ]
-        (presents, trains, reshards, uncaptured, waits), same_order = self._agreement.reach(
-            flags, reductions.arrived, self._names, self._process_groups
+        (presents, trains, reshards, uncaptured, waits), same_order = self._agreement.compare(
+            flags, reductions.ready_order, self._names, self._process_groups
         )
         if graphs is not None:
             graphs.agree(uncaptured)
@@ -121,23 +116,23 @@ class Consensus:
         self._reduce(trains)
         for unit, late in others:
             if not reductions.defers(unit):
-                reductions.start(unit.number, [group for group in late if group.agreed])
+                reductions.start(unit.number, [group for group in late if group.is_reduced])
         for unit, resharded in zip(units, reshards):
             unit.resharded = False
             if resharded and USER in unit.holders:  # a pass resharded it on another rank, and not here
                 unit.release(USER)
-        if same_order and reductions.arrived:
-            reductions.agreed = tuple(reductions.arrived)
+        if same_order and reductions.ready_order:
+            reductions.order = tuple(reductions.ready_order)
 
     def _keeps(self, unit: Unit, group: ParameterGroup) -> bool:
         """Return whether some rank may have unreduced gradients of `group`, which is frozen on this rank."""
-        if not group.agreed:
+        if not group.is_reduced:
             return group.trainable
         return not (unit.requires_all_reduce and self._reductions.is_last) or self._reductions.defers(unit)
 
     def _reduce(self, trains: Sequence[bool]) -> None:
         """Set, per group, whether its gradients are reduced."""
-        if trains != [group.agreed for group in self._groups]:
+        if trains != [group.is_reduced for group in self._groups]:
             numbered = iter(trains)
             for unit in self._units:
-                unit.agree([next(numbered) for _ in unit.groups])
+                unit.choose_reduced([next(numbered) for _ in unit.groups])

@@ -68,7 +68,7 @@ class Freshness:
         """Return whether `unit` still needs an update, for this rank's pass or for another rank's pass."""
         return unit in self.ahead or any(group.is_outdated for group in unit.groups)
 
-    def reach(self, unit: Unit) -> None:
+    def update_to(self, unit: Unit) -> None:
         """Update the units of `ahead` up to `unit`, and one more, whose transfer overlaps with computation. If `unit`
         is not in `ahead`, because only another rank's pass uses it, update it and the first unit of `ahead`."""
         if unit in self.ahead:

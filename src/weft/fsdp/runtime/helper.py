@@ -139,7 +139,7 @@ class GatherHelper:
             if self._watched_by is not None:
                 self._watched_by.subject = unit.name or "the root"
             was_due = self._freshness.is_due(unit)
-            self._freshness.reach(unit)
+            self._freshness.update_to(unit)
         if part is not None:
             self._tickets.append(part())
         return was_due or part is not None

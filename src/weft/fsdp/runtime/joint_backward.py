@@ -25,7 +25,7 @@ class JointBackward:
     of its hooks."""
 
     def __init__(self, units: Sequence[Unit], finish: Callable[[], None]) -> None:
-        self.place = units[0].place
+        self.serial = units[0].serial
         self._units = units
         self._finish = finish
         self._began = self._settled = next(_moments)
@@ -52,7 +52,7 @@ def finish_backwards() -> None:
     parameters through tensors that no forward returned, without gathering weights."""
     if not in_backward():
         waiting = [model for model in list(_models) if model._began > model._settled]  # a pass since its last backward
-        for model in sorted(waiting, key=lambda model: model.place):  # in the same order on all ranks
+        for model in sorted(waiting, key=lambda model: model.serial):  # in the same order on all ranks
             model._finish()
 
 
@@ -78,11 +78,11 @@ _endings: "weakref.WeakValueDictionary[int, _Ending]" = weakref.WeakValueDiction
 """The callbacks of the running backwards, by autograd's graph task id."""
 
 
-def end_with_backward(place: int, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Call `ended` when the running backward ends, or `failed` if it raises. Models end in order of `place`."""
+def end_with_backward(serial: int, ended: Callable[[], None], failed: Callable[[], None]) -> None:
+    """Call `ended` when the running backward ends, or `failed` if it raises. Models end in order of `serial`."""
     task = torch._C._current_graph_task_id()
     ending = _endings.get(task)
     if ending is None:
         ending = _endings[task] = _Ending()
         Variable._execution_engine.queue_callback(ending)
-    ending.parts.append((place, ended, failed))
+    ending.parts.append((serial, ended, failed))

@@ -16,14 +16,12 @@ from weft.memory.pool import Transient
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """Plans the next step of a model. `checked`: whether `check_collectives` is set."""
+    """Plans the next step of a model."""
 
     units: Sequence[Unit]
     channels: Channels
     gathers: GatherOrder
     reductions: Reductions
-    prefetch_bytes: int | None
-    checked: bool
 
     def plan(self) -> Plan:
         """Return the plan of a step in which each pass repeats the last pass of its kind."""
@@ -43,12 +41,7 @@ class Planner:
 
     def _foreseen(self) -> Iterator[list[Transient]]:
         """Yield sets of buffers that may be live together in the next step, whether or not it follows the plan."""
-        nested = (
-            (around.number, unit.number)
-            for around in self.units
-            for unit in self.units
-            if unit is around or not around.name or unit.name.startswith(f"{around.name}.")
-        )
+        nested = ((around.number, unit.number) for around in self.units for unit in self.units if around.contains(unit))
         yield from map(self._memory_of, (*nested, *self.plan().alive))
 
     def _memory_of(self, numbers: Iterable[int]) -> list[Transient]:
@@ -63,27 +56,27 @@ class Planner:
 
     def _inputs(self) -> tuple[list[UnitFacts], Limits]:
         limits = Limits(
-            self.prefetch_bytes,
+            self.gathers.budget,
             self.reductions.bucket_bytes,
             self.reductions.most_alive,
-            checked=self.checked,
-            order=self.reductions.agreed,
+            checked=self.reductions.agreement.checks,
+            order=self.reductions.order,
         )
         return [_facts(unit, self.gathers.bundles.get(unit.number)) for unit in self.units], limits
 
 
 def _facts(unit: Unit, bucket: Bucket | None) -> UnitFacts:
-    turning = [group for group in unit.groups if len(group.copies) > 1]
+    double = [group for group in unit.groups if len(group.copies) > 1]
     return UnitFacts(
         unit.name,
         gathered=tuple(group.transient.nbytes if group.transient is not None else 0 for group in unit.groups),
         sent=sum(group.payload.sent for group in unit.groups),
         refreshed=sum(group.refreshed_bytes for group in unit.groups),
-        turned=(sum(group.payload.sent for group in turning), sum(group.staging_bytes for group in turning)),
+        other_copy=(sum(group.payload.sent for group in double), sum(group.staging_bytes for group in double)),
         staging=sum(group.staging_bytes for group in unit.groups),
         post_forward=sum(group.post_forward.transient.nbytes for group in unit.groups if group.post_forward),
         tied=tuple(other.number for other in unit.tied),
         bundle=tuple(sorted(bucket.numbers)) if bucket is not None else (),
-        gradients=tuple(group.gradients.facts() if group.agreed else None for group in unit.groups),
+        gradients=tuple(group.gradients.facts() if group.is_reduced else None for group in unit.groups),
         addressed=unit.is_addressed,
     )

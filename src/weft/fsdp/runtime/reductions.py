@@ -44,11 +44,11 @@ class Reductions(ReductionOrder):
         self.last_backward = True
         """The user's `set_is_last_backward`: whether this backward is the last before the optimizer step."""
         self.more_to_come = False  # whether a schedule has further microbatches to reduce
-        self.agreed: tuple[int, ...] = tuple(range(len(units) - 1, -1, -1))
+        self.order: tuple[int, ...] = tuple(range(len(units) - 1, -1, -1))
         """The order of the units in which all ranks start reductions."""
         self._units = units
         self._channels = channels
-        self._agreement = agreement
+        self.agreement = agreement
         self._gathers = gathers
         self.bucket_bytes = bucket_bytes
         self._planned: tuple[list[Due], list[tuple[int, ...]]] = ([], [])
@@ -74,7 +74,7 @@ class Reductions(ReductionOrder):
     def begin(self) -> None:
         """Plan the turns at the beginning of a backward."""
         due = []
-        for number in self.agreed if self._agreement.checks else ():
+        for number in self.order if self.agreement.checks else ():
             unit = self._units[number]
             if unit.trainable_groups and not self.defers(unit):
                 due.append(Due.of(number, map(_kind_and_bytes, unit.trainable_groups)))
@@ -94,14 +94,14 @@ class Reductions(ReductionOrder):
             self._gathers.waits(unit.number)
             self.pack(unit.number)
             return
-        self._gathers.current.events.append(("ready", unit.number, int(self._finishes(unit))))
+        self._gathers.record("ready", unit.number, int(self._finishes(unit)))
         if not self.ready(unit.number) and unit.is_addressed:
             self._note(unit, unit.trainable_groups)
 
     def _note(self, unit: Unit, groups: Sequence[ParameterGroup]) -> None:
         """Log reductions whose order may differ between ranks. Messages without tags are logged when they start."""
         for group in groups:
-            self._agreement.note(unit.number, "reduction", group.gradients.sent)
+            self.agreement.note(unit.number, "reduction", group.gradients.sent)
 
     def left_over(self, unit: Unit) -> bool:
         """Return whether `unit` has unpacked gradients, or gradients of earlier backwards whose reduction is due."""
@@ -122,7 +122,7 @@ class Reductions(ReductionOrder):
         defer = self.defers(unit)
         if not group.gradients.is_open:
             index = unit.groups.index(group)
-            self._gathers.current.events.append(("write", unit.number, -1 - index if defer else index))
+            self._gathers.record("write", unit.number, -1 - index if defer else index)
         with torch.no_grad():
             self.make_room(unit.number, group, defer=defer)
         return group.gradients.place_of(parameter, self._channels.gradients, defer=defer)
@@ -132,7 +132,7 @@ class Reductions(ReductionOrder):
         for group in unit.groups:
             if group.trainable and group.gradients.declared:
                 defer = self.defers(unit)
-                self._gathers.current.events.append(("offer", unit.number, int(defer)))
+                self._gathers.record("offer", unit.number, int(defer))
                 with torch.no_grad():
                     self.make_room(unit.number, group, defer=defer)
                 group.gradients.offer(self._channels.gradients, defer=defer)
@@ -145,7 +145,7 @@ class Reductions(ReductionOrder):
 
     def waits_for_turn(self, unit: int) -> bool:
         """Return whether `unit` waits for its turn: only if its messages have tags and `check_collectives` is set."""
-        return self._agreement.checks and self._units[unit].is_addressed
+        return self.agreement.checks and self._units[unit].is_addressed
 
     def has_buffer(self, unit: int, group: ParameterGroup) -> bool:
         """Return whether the group's gradients are packed, or modules have declared that they will write them."""

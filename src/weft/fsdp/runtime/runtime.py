@@ -71,8 +71,7 @@ class Runtime(Shared):
         self._consensus.ask(self._helper, self.graphs)
         self._begin_units()
         self._consensus.take()  # after the units have applied the user's changes of `requires_grad`
-        within = f"{outermost.name}." if outermost.number else ""
-        inside = [unit for unit in self.units if unit is outermost or unit.name.startswith(within)]
+        inside = [*filter(outermost.contains, self.units)]
         self._freshness.begin_pass(self.units, inside, self.process_groups)
         self._renew_units()  # after the ranks have agreed whether weights changed
         if self._is_new and kind is Pass.FORWARD:
@@ -209,7 +208,7 @@ class Runtime(Shared):
         inside = self.passes.current is not Pass.IDLE
         self.passes.begin(Pass.BACKWARD)
         # Before `_open_backward`, which may raise: the end of the task then fails this pass.
-        end_with_backward(self._joint.place, weakly(self.end_backward), weakly(self.fail))
+        end_with_backward(self._joint.serial, weakly(self.end_backward), weakly(self.fail))
         self._open_backward(inside)
 
     def _open_backward(self, inside: bool) -> None:
@@ -237,26 +236,24 @@ class Runtime(Shared):
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        for unit in reversed(self.units):
+        for unit in reversed(self.units):  # before the exchange: packing records which parameters have gradients
             if self.reductions.left_over(unit):
                 self.ready(unit)
         late = self._consensus.pack_unheard()
-        deferring = [*map(self.reductions.defers, self.units)]
-        due = False
-        for unit, defers in zip(self.units, deferring):
-            due |= not defers and bool(unit.trainable_groups or unit in late)
+        reduced = [unit for unit in self.units if unit.trainable_groups or unit in late]
+        due = not all(map(self.reductions.defers, reduced))
         if due:
-            self._consensus.reach(self.graphs)
+            self._consensus.exchange(self.graphs)
         self.reductions.drain()
-        self.gathers.end_backward()
-        self._end_holds(deferring)
+        self.gathers.end_backward()  # before `_go_to_rest`, which plans memory from the trace of this pass
+        self._end_units()  # before `_go_to_rest`, which frees weights without holders
         self._go_to_rest()
-        if due and self.reductions.is_last:
+        if due and self.reductions.is_last:  # before `_publish`: a hook of the user may step the optimizer
             self._freshness.certain = True  # an optimizer step follows
             self._steps.expect()
         self.passes.end()
         self._joint.settle()
-        self._publish()  # runs the user's hooks, which must find all units at rest
+        self._publish()  # last: it runs the user's hooks, which must find all units at rest and may begin a pass
 
     def _go_to_rest(self) -> None:
         """Free the memory of all units, and plan it again if the pass deviated from the plan."""
@@ -331,7 +328,7 @@ class Runtime(Shared):
 
     def _recover(self) -> None:
         """Discard the state of the failed pass. Return all units to rest, except those that the user holds."""
-        self.reductions.abandon()
+        self.reductions.abandon()  # before `_reset_units` frees the gradients' memory: reductions may still use it
         self._helper.collect()
         self._freshness.forget()
         self._steps.forget()
@@ -339,4 +336,4 @@ class Runtime(Shared):
         self._agreement.forget()
         self.gathers.forget()
         self._reset_units(keeps_gradients=self._keeps_gradients)
-        self.passes.recover()
+        self.passes.recover()  # last: if anything before it raises, the next call cleans up again

@@ -65,18 +65,11 @@ class Shared:
         )
         self.offer = self.reductions.offer
         self._calls = BackwardCalls()
-        self._consensus = Consensus(self.units, self.process_groups, self.reductions, self._agreement)
+        self._consensus = Consensus(self.units, self.process_groups, self.reductions)
         self._freshness = Freshness(self.channels, self._agreement)
         self._steps = Steps(groups, channel)
         self._helper = GatherHelper(self.channels, self._freshness, list(dict.fromkeys(buckets.values())), self._steps)
-        self.planner = Planner(
-            self.units,
-            self.channels,
-            self.gathers,
-            self.reductions,
-            options.prefetch_bytes,
-            options.check_collectives,
-        )
+        self.planner = Planner(self.units, self.channels, self.gathers, self.reductions)
         addressed = options.check_collectives and all(unit.is_addressed for unit in units)
         if not addressed or any(group.refreshes for group in groups):
             self.channels.on_gather = weakly(self._before_gather)
@@ -109,7 +102,7 @@ class Shared:
 
     def _before_gather(self, unit: Unit) -> None:
         if self._freshness.ahead:
-            self._freshness.reach(unit)
+            self._freshness.update_to(unit)
         if not (self.options.check_collectives and unit.is_addressed) and self.passes.current is not Pass.EVALUATION:
             for group in unit.groups:
                 if group.plan.moves:
@@ -145,11 +138,12 @@ class Shared:
             elif unit.holders:
                 unit.sync_versions()
 
-    def _end_holds(self, deferring: Sequence[bool]) -> None:
-        """End the holds for backward. `deferring`: for each unit, whether its gradients wait for another backward."""
-        for unit, defers in zip(self.units, deferring):
+    def _end_units(self) -> None:
+        """At the end of a backward, note whose gradients wait for another one, and end what was kept until this one."""
+        for unit in self.units:
+            defers = self.reductions.defers(unit)
             for group in unit.groups:
-                group.gradients.is_owed = group.agreed and defers
+                group.gradients.is_owed = group.is_reduced and defers
             if unit.holders:
                 unit.end_holds(UNTIL_BACKWARD)
             unit.forget()
