@@ -148,7 +148,7 @@ def test_a_template_without_marks_says_it_by_its_prompts_or_is_refused(tmp_path)
     last = "{{ messages[-1].content }}"
     with pytest.raises(ConfigError, match=r"no \{% generation %\} .*message 2 differently"):
         template_of({"chat_template.jinja": last.encode()}, "x").spans([*messages, *messages])
-    with pytest.raises(ConfigError, match="x: tokenizer_config.json is damaged"):
+    with pytest.raises(ConfigError, match=r"x: tokenizer_config\.json is damaged"):
         template_of({"chat_template.jinja": b"", "tokenizer_config.json": b"[]"}, "x")
 
 

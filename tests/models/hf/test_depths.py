@@ -148,5 +148,5 @@ def test_nemotron_s_field_says_what_a_depth_is_made_of(tmp_path):
         rewrite(tmp_path, **changes)
         assert hf.config_of(tmp_path).pattern.endswith("/*E")
     rewrite(tmp_path, mtp_hybrid_override_pattern="*Q")
-    with pytest.raises(ConversionError, match="nemotron_h does not describe a model: .*'Q'"):
+    with pytest.raises(ConversionError, match=r"nemotron_h does not describe a model: .*'Q'"):
         hf.config_of(tmp_path)
