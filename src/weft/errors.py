@@ -130,7 +130,7 @@ class TokensDamaged(WeftError, ValueError):
 class CheckpointMismatch(WeftError, ValueError):
     """The checkpoint does not fit the state into which it is loaded.
 
-    The keys, shapes or dtypes differ, or an optimizer's parameter groups or names of options.
+    The keys, shapes or dtypes differ, or an optimizer's class or parameter groups.
     """
 
 

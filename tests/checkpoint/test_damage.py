@@ -109,6 +109,8 @@ def test_a_run_that_found_damage_deletes_no_existing_checkpoint(tmp_path):
         assert load(manager) == 2
         for step in (3, 4):
             manager.save(step, {"model": {"weight": value_of(step)}, "data": {"position": step}})
+            with pytest.raises(CheckpointError, match=f"step-0000000{step} already exists"):  # the new one is intact
+                manager.save(step, {"model": {"weight": value_of(step)}, "data": {"position": step}})
     kept = names(tmp_path)
     assert kept[:2] == ["step-00000001", "step-00000002"]
     assert kept[2].startswith("step-00000003.damaged-")

@@ -1,5 +1,6 @@
 import os
 import random
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -156,6 +157,29 @@ def test_only_the_newest_are_kept_and_each_is_complete(tmp_path):
         assert verify(tmp_path / f"step-{number:08d}").step == number
 
 
+def test_a_program_that_ends_without_closing_waits_for_its_last_checkpoint(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda self, start=threading.Thread.start: started.append(self) or start(self)
+    )
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"numbers": {"value": torch.ones(2)}})
+    (thread,) = (each for each in started if each.name == "weft-checkpoint-1")
+    assert not thread.daemon, "Python waits at its end for threads that are no daemons"
+
+
+def test_tensors_without_memory_are_refused_and_the_checkpoint_is_not_said_to_be_damaged(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"numbers": {"value": torch.ones(2)}})
+        with pytest.raises(
+            CheckpointMismatch, match=r"on the meta device, which have no memory: numbers.value; allocate"
+        ):
+            manager.load({"numbers": {"value": torch.ones(2, device="meta")}})
+        with pytest.raises(RuntimeError, match="refers to a single memory location") as error:
+            manager.load({"numbers": {"value": torch.ones(1).expand(2)}})
+        assert not isinstance(error.value, CheckpointError) and not manager.passed_over
+
+
 def test_what_is_protected_stays_beside_the_newest_and_counts_as_one_of_them(tmp_path):
     with CheckpointManager(tmp_path, keep=1) as manager:
         for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 5)):
@@ -233,8 +257,10 @@ def test_another_optimizer_is_an_error(tmp_path):
     step(model, optimizer)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"optimizer": OptimizerState(model, optimizer)})
-    with pytest.raises(CheckpointMismatch, match="saved with another optimizer"):
-        manager.load({"optimizer": OptimizerState(model, torch.optim.SGD(model.parameters(), lr=0.1))})
+    for other in (torch.optim.SGD, torch.optim.Adam):  # Adam has the same options as AdamW
+        said = f"saved with another optimizer: it was AdamW, here it is {other.__name__}. Build"
+        with pytest.raises(CheckpointMismatch, match=said):
+            manager.load({"optimizer": OptimizerState(model, other(model.parameters(), lr=0.1))})
     *most, last = model.parameters()
     other = torch.optim.AdamW([{"params": most}, {"params": [last]}])
     said = r"\(groups of \[6\] parameters, here \[5, 1\]: 3.bias is in group 0 there and group 1 here\): build"
@@ -308,19 +334,81 @@ def test_optimizer_state_of_another_shape_or_dtype_is_an_error(tmp_path, rows, d
     assert not optimizer.state
 
 
-def test_a_checkpoint_without_the_shapes_of_the_optimizer_s_parameters_is_still_read(tmp_path):
+def test_a_checkpoint_without_the_class_and_the_shapes_of_the_optimizer_is_still_read(tmp_path):
     model, optimizer, state = plain_optimizer(4)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     saved = state.state_dict()
     for group in saved["groups"]:
-        del group["shapes"]
+        del group["shapes"], group["class"]
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"optimizer": saved})
-    _, other, state = plain_optimizer(4)
+    model, other, state = plain_optimizer(4)
     manager.load({"optimizer": state})
     moments = [[each["exp_avg"] for each in both.state.values()] for both in (optimizer, other)]
     assert moments[0][0].any() and all(map(torch.equal, *moments))
+    with pytest.raises(CheckpointMismatch, match="saved with another optimizer: its options are"):
+        manager.load({"optimizer": OptimizerState(model, torch.optim.SGD(model.parameters()))})
+
+
+def test_options_that_only_one_of_save_and_load_has_are_no_other_optimizer(tmp_path):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.5)  # adds "param_names"
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # adds "initial_lr"
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"optimizer": OptimizerState(model, optimizer)})
+    other = torch.optim.AdamW(model.parameters())
+    other.param_groups[0]["newer"] = 1
+    manager.load({"optimizer": OptimizerState(model, other)})
+    (options,) = other.param_groups
+    assert [options[name] for name in ("initial_lr", "newer")] == [0.5, 1] and "param_names" not in options
+
+
+def test_optimizer_state_keeps_its_dtype(tmp_path):
+    found = []
+    for number in (1, 2):
+        model = nn.Linear(4, 4, dtype=torch.bfloat16)
+        optimizer = torch.optim.NAdam(model.parameters())  # its factor is in fp32
+        with CheckpointManager(tmp_path) as manager:
+            if number == 1:
+                model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+                optimizer.step()
+                manager.save(1, {"optimizer": OptimizerState(model, optimizer)}, asynchronous=False)
+            else:
+                manager.load({"optimizer": OptimizerState(model, optimizer)})
+        found.append([value for state in optimizer.state.values() for value in state.values()])
+    for before, after in zip(*found, strict=True):
+        assert before.dtype == after.dtype and torch.equal(before, after)
+
+
+def test_a_parameter_group_that_was_added_later_is_not_left_out(tmp_path):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW([model.weight])
+    state = OptimizerState(model, optimizer)
+    optimizer.add_param_group({"params": [model.bias]})
+    with pytest.raises(ValueError, match=r"groups of \[1\] parameters, now \[1, 1\]\): build a new OptimizerState"):
+        CheckpointManager(tmp_path).save(1, {"optimizer": state})
+
+
+class Compiled(nn.Module):
+    """Has the names of what `torch.compile` returns, whose import takes seconds."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._orig_mod = module
+
+
+def test_a_compiled_model_and_its_original_load_each_other(tmp_path):
+    model, _ = make(sharded=False)
+    model[0] = Compiled(model[0])
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": ModelState(model)})
+    other, _ = make(sharded=False)
+    for loads in (other, Compiled(other)):
+        with torch.no_grad():
+            other[0].weight.zero_()
+        assert manager.load({"model": ModelState(loads)}) == 1
+        assert torch.equal(other[0].weight, model[0]._orig_mod.weight) and other[0].weight.any()
 
 
 def test_debris_is_ignored_and_removed_by_the_next_save(tmp_path):
@@ -348,6 +436,47 @@ def test_a_step_is_never_overwritten(tmp_path):
     assert loaded["value"].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("step", [-1, 2.0, "3"])
+def test_a_step_that_no_folder_can_be_named_after_is_refused(tmp_path, step):
+    with pytest.raises(ValueError, match=r"step = .*: must be an integer of at least 0"):
+        CheckpointManager(tmp_path).save(step, {"numbers": {"value": 1}})
+    assert not any(tmp_path.iterdir())
+
+
+def test_steps_may_be_integers_of_other_libraries(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(torch.tensor(2), {"numbers": {"value": 1}}, asynchronous=False)
+        manager.save(numpy.int64(3), {"numbers": {"value": 1}}, asynchronous=False)
+        assert manager.load({"numbers": {"value": 0}}, numpy.int64(3)) == 3
+        assert manager.load({"numbers": {"value": 0}}, torch.tensor(2)) == 2
+        assert manager.steps() == [2, 3]
+
+
+def test_a_run_that_went_back_to_an_older_checkpoint_deletes_none_of_the_existing(tmp_path):
+    with CheckpointManager(tmp_path, keep=1) as manager:
+        for step in (10, 20):
+            manager.protected = {10}
+            manager.save(step, {"numbers": {"value": step}}, asynchronous=False)
+        manager.protected = set()
+        manager.load({"numbers": {"value": 0}}, 10)
+        for step in (11, 12):
+            manager.save(step, {"numbers": {"value": step}}, asynchronous=False)
+        assert manager.steps() == [10, 12, 20]
+
+
+def test_a_checkpoint_that_was_moved_to_another_disk_is_unlinked_and_stays_there(tmp_path):
+    moved = tmp_path / "disk" / "step-00000001"
+    moved.parent.mkdir()
+    with CheckpointManager(tmp_path / "run", keep=1) as manager:
+        manager.save(1, {"numbers": {"value": 1}}, asynchronous=False)
+        (manager.directory / moved.name).rename(moved)
+        (manager.directory / moved.name).symlink_to(moved)
+        assert manager.load({"numbers": {"value": 0}}) == 1
+        manager.save(2, {"numbers": {"value": 2}}, asynchronous=False)
+    assert sorted(path.name for path in manager.directory.iterdir()) == [".lock", ".run", "step-00000002"]
+    verify(moved)
+
+
 def test_two_writers_of_one_directory_are_refused(tmp_path, monkeypatch):
     (tmp_path / ".lock").write_text("1234567890 on the host of an earlier run\n")
     monkeypatch.setattr("weft.checkpoint.manager._LOCK_TIMEOUT_S", 0.2)
@@ -361,6 +490,9 @@ def test_two_writers_of_one_directory_are_refused(tmp_path, monkeypatch):
         assert said == [f"another run ({owner}) writes to {tmp_path}: waiting up to 0.2 s for it to end"]
     second.save(2, {"numbers": {"value": torch.ones(2)}}, asynchronous=False)
     assert second.steps() == [1, 2]
+    with pytest.raises(CheckpointError, match="in use by another run"):  # a closed manager holds nothing
+        first.save(3, {"numbers": {"value": torch.ones(2)}})
+    second.close()
 
 
 def test_a_forked_process_does_not_keep_the_lock(tmp_path, monkeypatch):
@@ -404,6 +536,36 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, value, said):
     with pytest.raises(TypeError, match=said):
         manager.save(1, {"thing": {"value": value}})
     assert manager.steps() == []
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (5, "the state 'thing' is a int: pass a dictionary"),
+        (torch.ones(2), "the state 'thing' is a Tensor: pass a dictionary"),
+        (torch.optim.SGD([torch.ones(2)]), r"the state 'thing' is a SGD: pass .*OptimizerState\(model, optimizer\)"),
+    ],
+    ids=["int", "Tensor", "SGD"],
+)
+def test_a_state_that_no_new_process_could_load_is_refused(tmp_path, value, said):
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(TypeError, match=said):
+            manager.save(1, {"thing": value})
+        manager.save(1, {"thing": {"value": 5}}, asynchronous=False)
+        with pytest.raises(TypeError, match=said):
+            manager.load({"thing": value})
+
+
+def test_plain_data_and_keys_that_a_load_would_refuse_are_not_saved(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(ValueError, match=r"key 'thing.a\\nb' contains a character that cannot be printed"):
+        manager.save(1, {"thing": {"a\nb": 1}})
+    monkeypatch.setattr("weft.checkpoint.staging.LONGEST_PLAIN", 2000)
+    with pytest.raises(ValueError, match=r"state 'thing.value' takes .* kB, and a load refuses .* 2.0 kB: make it"):
+        manager.save(1, {"thing": {"value": [*range(2000)]}})
+    manager.save(1, {"thing": {"value": 1}}, asynchronous=False)
+    manager.close()
+    assert manager.steps() == [1]
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
@@ -516,6 +678,43 @@ def test_a_rank_that_cannot_copy_its_state_is_reported_on_every_rank(pool, tmp_p
     assert own == (TypeError, said.removeprefix("rank 1: TypeError: "), [2])
 
 
+class Unpicklable(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def raise_on_one_rank(directory):
+    manager = CheckpointManager(directory)
+    said = []
+
+    def committed():
+        raise Unpicklable("one", "two")
+
+    class Unready:
+        def state_dict(self):
+            return {"value": 1 if dist.get_rank() else {}[1]}
+
+        def load_state_dict(self, state):
+            pass
+
+    for call in (
+        lambda: manager.save(1, {"numbers": {"value": 1}}, asynchronous=False, committed=committed),
+        lambda: manager.load({"numbers": Unready()}),
+    ):
+        try:
+            call()
+        except Exception as error:
+            said.append((type(error), str(error)))
+    manager.close()
+    return said
+
+
+def test_an_error_of_an_own_function_on_one_rank_is_raised_on_every_rank(pool, tmp_path):
+    own, other = pool.run(2, raise_on_one_rank, tmp_path, timeout=20)
+    assert [kind.__name__ for kind, _ in own] == ["Unpicklable", "KeyError"]
+    assert other == [(RuntimeError, "rank 0: Unpicklable: one and two"), (RuntimeError, "rank 0: KeyError: 1")]
+
+
 @pytest.mark.parametrize("damage", ["missing", "short", "changed"])
 def test_damage_is_found(tmp_path, damage):
     with CheckpointManager(tmp_path) as manager:
@@ -545,6 +744,30 @@ def test_progress_says_when_a_save_begins_and_ends(tmp_path):
         manager.save(7, {"numbers": {"value": torch.ones(2)}})
     assert said[0] == "saving step 7 …"
     assert said[1].startswith("saved step 7 in ")
+
+
+def test_what_fails_after_the_commit_is_a_line(tmp_path):
+    said = []
+
+    def committed():
+        raise OSError(28, "No space left on device")
+
+    with CheckpointManager(tmp_path, keep=1, progress=said.append) as manager:
+        for step in (1, 2):
+            manager.save(step, {"numbers": {"value": step}}, asynchronous=False, committed=committed)
+        assert manager.steps() == [2]
+    assert said.count("[Errno 28] No space left on device") == 2
+
+
+def test_each_rank_of_each_number_of_ranks_draws_its_own_numbers():
+    saved = RandomState().state_dict()
+    drawn = []
+    for rank, ranks in ((0, 2), (1, 2), (0, 3), (0, 2)):
+        RandomState().load_from_other_ranks(saved, rank, ranks)
+        drawn.append((random.random(), numpy.random.rand(), torch.rand(()).item()))
+    assert drawn[0] == drawn[-1]
+    assert all(len(set(numbers)) == 3 for numbers in zip(*drawn))
+    RandomState().load_state_dict(saved)
 
 
 def test_a_load_that_fails_leaves_the_state_that_is_saved_later(tmp_path):

@@ -5,6 +5,7 @@ import fcntl
 import os
 import pickle
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from weft.checkpoint import (
     committed_steps,
     directory,
     locking,
+    manager,
     probe,
     storage,
     verify,
@@ -189,6 +191,30 @@ def test_a_lease_of_a_dead_process_of_this_host_is_taken_at_once(tmp_path, witho
     os.waitpid(dead, 0)
     (tmp_path / LEASE).write_text(f"{dead} on {os.uname().nodename} 00ff-0")
     lock(tmp_path, timeout=0.0, say=print).release()
+
+
+def test_a_lock_that_fails_is_not_taken_for_that_of_another_run(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(StorageError, match=r"lock of .*\.lock: Input/output error"):
+        lock(tmp_path, timeout=0.0, say=print)
+
+
+@distributed(1)
+def test_the_hang_detector_does_not_watch_the_background_save(tmp_path, monkeypatch):
+    found = []
+
+    def noted(called, *values, watched):
+        found.append((threading.current_thread().name == "weft-checkpoint-1", watched))
+        return called(*values, watched=watched)
+
+    for name in ("exchange_objects", "broadcast_object"):
+        monkeypatch.setattr(manager, name, partial(noted, getattr(manager, name)))
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, STATE)
+    assert set(found) == {(True, False), (False, True)}
 
 
 @pytest.mark.parametrize("name", ["mkdir", "open", "write", "fsync", "rename"])

@@ -65,6 +65,14 @@ def test_a_checkpoint_of_another_run_is_passed_over_and_named(tmp_path):
     assert Manifest.read(tmp_path / "copy/step-00000004").run == Manifest.read(own / "step-00000001").run
 
 
+def test_a_folder_without_an_identity_belongs_to_the_run_of_its_newest_checkpoint(tmp_path):
+    own, other = run_of(tmp_path / "own", 1, steps=(1,)), run_of(tmp_path / "other", 7, steps=(3,))
+    for folder, name in ((own, "step-00000001"), (other, "step-00000003")):
+        shutil.copytree(folder / name, tmp_path / "both" / name)
+    run_of(tmp_path / "both", 5, steps=(4,))
+    assert Manifest.read(tmp_path / "both/step-00000004").run == Manifest.read(other / "step-00000003").run
+
+
 def test_a_checkpoint_of_the_format_without_runs_is_still_read(tmp_path):
     folder = run_of(tmp_path / "own", 1)
     path = folder / "step-00000001"

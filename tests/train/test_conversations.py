@@ -282,6 +282,14 @@ def test_a_model_without_a_template_does_not_chat(tmp_path, capsys):
     assert "has no chat template; use weft sample" in capsys.readouterr().err
 
 
+def test_a_conversation_that_the_model_has_no_tokens_for_is_refused(tmp_path, monkeypatch, capsys):
+    tokenizer_in(tmp_path / "model", CHATML)
+    hf.save(HybridModel(HybridConfig(pattern="[*-]", vocab_size=9, hidden_size=16)), tmp_path / "model")
+    monkeypatch.setattr("builtins.input", lambda prompt: "hello")
+    assert main(["chat", str(tmp_path / "model")]) == 2
+    assert "its tokenizer maps the prompt to token" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_the_small_model_that_is_made_answers_after_its_fine_tuning(pool, tmp_path, monkeypatch, capsys):
     """With the capitals of two countries, which it knows sooner than all."""

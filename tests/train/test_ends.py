@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import re
 import resource
@@ -193,6 +194,22 @@ def test_a_rank_that_is_stopped_before_the_ranks_meet_knows_whether_its_run_has_
     state = "step 3 is still the newest checkpoint" if step else "nothing was trained and nothing was saved"
     assert capsys.readouterr().err == f"weft train: rank 1: stopped while waiting for rank 0; {state}\n"
     assert (tmp_path / "runs").exists() == bool(step)
+
+
+def test_a_copy_in_memory_is_not_said_to_be_a_checkpoint(tmp_path, monkeypatch, capsys):
+    def join(*_, **__):
+        raise Interrupted("stopped while waiting for rank 1")
+
+    monkeypatch.setattr(worker.Place, "join", join)
+    monkeypatch.setattr(worker._Rank, "end", staticmethod(sys.exit))
+    monkeypatch.setattr(StopRequest, "listen", lambda *_: None)
+    restarted = {"directory": str(tmp_path / "run"), "step": 13, "note": ""}  # 13: of the copy
+    monkeypatch.setenv(worker.RUN, json.dumps(restarted))
+    place = place_from({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1"})
+    with pytest.raises(SystemExit) as end:
+        worker.work(place, write_config(tmp_path), [], False, "weft train")
+    assert end.value.code == NOT_BEGUN
+    assert capsys.readouterr().err.endswith("; nothing was trained and nothing was saved\n")
 
 
 def listening(pid):

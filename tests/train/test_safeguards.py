@@ -21,13 +21,13 @@ from tests.train.test_memory_copies import damage
 from tests.train.test_restarts import supervisor_that
 from weft.checkpoint import committed_steps, storage
 from weft.train import files
-from weft.train.config import CheckpointConfig, load_config
+from weft.train.config import CheckpointConfig, RunConfig, load_config
 from weft.train.errors import ConfigError
 from weft.train.run import launch, memory, peers, worker
 from weft.train.run.failures import FAILURE, INTERRUPTED, NOT_BEGUN, SUCCESS
 from weft.train.run.launch import _Supervisor
 from weft.train.run.peers import Peers
-from weft.train.run.runs import CONFIG, LOGS, Run, remove_if_unused
+from weft.train.run.runs import CONFIG, LOGS, Run, open_run, remove_if_unused
 from weft.train.run.stop import Requests
 from weft.train.run.trust import mark_as_own
 from weft.train.run.world import STORE
@@ -311,11 +311,44 @@ def test_the_exit_code_after_ctrl_c_says_whether_there_is_a_checkpoint(
 ):
     monkeypatch.setattr(launch, "on_stop_signals", lambda handler: {})
     monkeypatch.setattr(_Supervisor, "_ask_to_stop", lambda self, rank: None)
-    supervisor = _Supervisor([], len(codes), Run(tmp_path / "run", step), "", None, Requests())
+    run = Run(tmp_path / "run", step)
+    if step:
+        (run.checkpoints / f"step-{step:08}").mkdir(parents=True)
+    supervisor = _Supervisor([], len(codes), run, "", None, Requests())
     supervisor.requests.count = signals
     supervisor._start = lambda rank, store: launch._Rank(rank, Ended(codes[rank]), 0)
     assert supervisor.run_all() == code
     assert code != NOT_BEGUN or not (tmp_path / "run").exists()
+
+
+def test_a_start_that_saved_more_before_the_same_error_is_followed_by_another(tmp_path, monkeypatch):
+    starts = []
+
+    class Fails:
+        error = "always the same"
+
+        def __init__(self, arguments, ranks, run, *_):
+            self.run = run
+
+        def run_all(self):
+            starts.append(self.run.step)
+            if len(starts) < 3:
+                (self.run.checkpoints / f"step-{len(starts):08}").mkdir(parents=True)
+            return FAILURE
+
+        def _say(self, *lines):
+            pass
+
+    monkeypatch.setattr(launch, "_Supervisor", Fails)
+    assert launch.launch([], 1, Run(tmp_path), "", restarts=9) == FAILURE
+    assert starts == [None, 1, 2]
+
+
+def test_an_unused_run_leaves_no_folder_behind_that_was_made_for_it(tmp_path):
+    (tmp_path / "own").mkdir()
+    for directory in ("own/runs/group", "own"):
+        remove_if_unused(open_run(RunConfig(str(tmp_path / directory), "exp"), False, None))
+    assert [path.name for path in tmp_path.rglob("*")] == ["own"]
 
 
 @pytest.mark.parametrize(("complete", "code"), [(True, SUCCESS), (False, INTERRUPTED)])

@@ -119,6 +119,7 @@ def test_a_prompt_that_the_model_has_no_tokens_for_is_refused(published, tmp_pat
     (published / "tokenizer.json").rename(tmp_path / "small" / "tokenizer.json")
     with pytest.raises(ConfigError, match=r"maps the prompt to token \d+, but model.vocab_size = 9; put the"):
         next(Source(tmp_path / "small").continued("some text"))
+    list(Source(tmp_path / "small").added([[0, 8]], tokens=5))  # draws none of the tokenizer's other tokens
 
 
 def lines_of_a_trainer(path):
@@ -215,6 +216,20 @@ def test_a_copy_of_a_checkpoint_is_not_mistaken_for_the_one_of_the_run(tmp_path)
         with pytest.raises(ConfigError, match=r"a checkpoint in its run's directory .*; name one of these") as error:
             Source(copied)
         assert str(copied) in str(error.value)
+
+
+def test_a_checkpoint_on_another_disk_is_named_through_the_run_and_through_a_link(tmp_path, monkeypatch):
+    run = run_of(tmp_path, 1)
+    (run / "checkpoints").rename(tmp_path / "disk")
+    (run / "checkpoints").symlink_to(tmp_path / "disk")
+    source = Source(run / "checkpoints" / "step-00000001")
+    assert (source.run, source.step) == (run, 1)
+    (run / "checkpoints").unlink()
+    (tmp_path / "disk").rename(run / "checkpoints")
+    (tmp_path / "best").symlink_to(run / "checkpoints" / "step-00000001")
+    monkeypatch.chdir(tmp_path)
+    source = Source("best")
+    assert (source.run, source.step) == (run, 1)
 
 
 def trained(path, directory):

@@ -131,4 +131,7 @@ def discard(paths: Iterable[Path]) -> None:
                 os.rename(path, trash)
             path = trash
         with operation("remove", path):
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_symlink():  # to a checkpoint that was moved to another disk, which stays there
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)

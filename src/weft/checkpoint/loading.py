@@ -83,11 +83,17 @@ def _check_names(pickled: bytes, length: int) -> None:
 def compare(
     checkpoint: str, live: Mapping[str, Any], stored: Mapping[str, Stored], elsewhere: Collection[str] = ()
 ) -> None:
-    """Raise CheckpointMismatch if the keys, shapes or dtypes of `live` differ from those of `stored`.
+    """Raise CheckpointMismatch if the keys, shapes or dtypes of `live` differ from those of `stored`, or if a tensor of
+    `live` has no memory.
 
     `elsewhere`: keys of other pipeline stages, which `stored` may contain too. Distributed Checkpoint itself would
     ignore keys that are only in `stored`, and would cast tensors of another dtype.
     """
+    if empty := [key for key, value in live.items() if isinstance(value, torch.Tensor) and value.is_meta]:
+        raise CheckpointMismatch(
+            f"{checkpoint} cannot be loaded into tensors on the meta device, which have no memory: "
+            f"{listed(sorted(empty), SHOWN)}; allocate them first, for example with model.to_empty(device=...)"
+        )
     complaints = []
     if missing := [key for key in live if key not in stored]:
         complaints.append(f"missing in the checkpoint: {listed(sorted(missing), SHOWN)}")

@@ -1,5 +1,6 @@
 """Checkpoints that are either complete or absent."""
 
+import operator
 import threading
 import time
 import warnings
@@ -41,7 +42,8 @@ class CheckpointManager:
 
     A save is written to a new folder and flushed to the disk. After every rank has confirmed its part, one rename makes
     the folder a checkpoint. Then all checkpoints are deleted except the newest `keep` and the steps in `protected`. If
-    `load` skipped a checkpoint, all checkpoints that existed at that time are kept too.
+    `load` skipped a checkpoint, or was called with a `step` below the newest one, all checkpoints that existed at that
+    time are kept too.
 
     All ranks of `process_group` (default: all ranks) must make the same calls in the same order, each with its own part
     of the state. A single process needs no process group.
@@ -84,10 +86,13 @@ class CheckpointManager:
         self._error: BaseException | None = None
         self.passed_over: dict[int, CheckpointError] = {}
         """The checkpoints that the last `load` without `step` skipped: step -> error."""
+        self._replaceable: set[int] = set()
+        """The steps in `passed_over` that this manager has not saved again."""
         self.protected: set[int] = set()
         """Steps of checkpoints that are kept in addition to the newest."""
         self._spared: set[int] = set()
-        """Steps of all checkpoints that existed when `load` skipped one. This manager deletes none of them."""
+        """Steps of all checkpoints that existed when `load` did not load the newest. This manager deletes none of them:
+        each step that it saves may be lower than theirs."""
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -123,7 +128,7 @@ class CheckpointManager:
         asynchronous: bool = True,
         committed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Save `state` (name -> Stateful or state dict) as the checkpoint of `step`.
+        """Save `state` (name -> Stateful or state dict) as the checkpoint of `step`, an integer of at least 0.
 
         First waits for the previous save to end. Without `asynchronous`, returns when the checkpoint is complete. With
         `asynchronous`, returns when the state is copied to host memory, and a background thread writes the copy while
@@ -139,6 +144,7 @@ class CheckpointManager:
         every rank raises an error: that rank the original one, such as a TypeError that names a value that could not be
         loaded, and the others a RuntimeError with its message, or the same error if it is one of weft's.
         """
+        step = _whole(step)
         self.wait()
         self._prepare(step)
         failed: Exception | None = None
@@ -154,7 +160,7 @@ class CheckpointManager:
             target=self._write_in_background,
             args=(step, staged, committed),
             name=f"weft-checkpoint-{step}",
-            daemon=True,
+            daemon=False,  # a program that ends without `close` waits for its last save
         )
         self._saving.start()
 
@@ -198,20 +204,19 @@ class CheckpointManager:
         is run.
 
         Without `step`, `load` skips checkpoints that are damaged or belong to another run, and lists them in
-        `passed_over`. If it skips any, later saves of this manager delete none of the checkpoints that existed during
-        the load. If a training run deletes a checkpoint during the load because it has saved newer ones, `load` tries
-        the newer ones.
+        `passed_over`. If it does not load the newest checkpoint, later saves of this manager delete none of the
+        checkpoints that existed during the load. If a training run deletes a checkpoint during the load because it has
+        saved newer ones, `load` tries the newer ones.
 
         With `step`, raises CheckpointError if the checkpoint does not exist, is damaged or belongs to another run.
         Without `step`, raises it only if no checkpoint can be loaded. A damaged checkpoint may already have filled a
         part of `state`. Raises CheckpointMismatch, before `state` is changed, if keys, shapes or dtypes in `state`
-        differ from the stored ones, or if the parameter groups or the names of the options of an optimizer do. For
-        keys, the message lists the missing ones, the unexpected ones and those with another shape or dtype, at most 20
-        of each.
+        differ from the stored ones, or if the class or the parameter groups of an optimizer do. For keys, the message
+        lists the missing ones, the unexpected ones and those with another shape or dtype, at most 20 of each.
 
-        An error in an object's `load_state_dict` is raised unchanged on the rank where it occurs. The other ranks raise
-        the same error if it is one of weft's errors. For any other error, they raise a RuntimeError whose message gives
-        the rank, and the type and message of the original error.
+        An error in a method of an object in `state` is raised unchanged on the rank where it occurs. The other ranks
+        raise the same error if it is one of weft's errors. For any other error, they raise a RuntimeError whose message
+        gives the rank, and the type and message of the original error.
         """
         self.wait()
         steps = self.steps()
@@ -219,9 +224,12 @@ class CheckpointManager:
             which = "no checkpoint" if step is None else f"no checkpoint of step {step} (existing steps: {steps})"
             raise CheckpointError(f"{self.directory} holds {which}")
         if step is not None:
+            step = steps[steps.index(step)]  # an int, whatever kind of number it was
             self._load(state, step)
+            if step < steps[-1]:
+                self._spared |= set(steps)
             return step
-        self.passed_over = {}
+        self.passed_over, self._replaceable = {}, set()
         gone = 0
         while left := [each for each in steps if each not in self.passed_over]:
             try:
@@ -233,7 +241,8 @@ class CheckpointManager:
                 steps = self.steps()
             except CheckpointError as error:
                 self.passed_over[left[-1]] = error
-                self._spared = set(steps)
+                self._replaceable.add(left[-1])
+                self._spared |= set(steps)
             else:
                 self._say_passed_over()
                 return left[-1]
@@ -262,14 +271,19 @@ class CheckpointManager:
         templates: dict[str, tuple[str, Mapping[str, Any]]] = {}
         expected: dict[str, Any] = {}
         stored: dict[str, Stored] = {}
-        for name, value in state.items():
-            prefix = self._prefix(name, value, rank=0 if resharded else self.rank)
-            below = stored_below(metadata, prefix)
-            stored |= {prefix + key: entry for key, entry in below.items()}
-            if hasattr(value, "prepare_load"):
-                value.prepare_load(below)
-            templates[name] = (prefix, state_dict_of(value))
-            expected |= flatten(templates[name][1], prefix)
+        failed: Exception | None = None
+        try:
+            for name, value in state.items():
+                prefix = self._prefix(name, value, rank=0 if resharded else self.rank)
+                below = stored_below(metadata, prefix)
+                stored |= {prefix + key: entry for key, entry in below.items()}
+                if hasattr(value, "prepare_load"):
+                    value.prepare_load(below)
+                templates[name] = (prefix, state_dict_of(name, value))
+                expected |= flatten(templates[name][1], prefix)
+        except Exception as error:
+            failed = error
+        self._raise_everywhere(failed)
         everywhere = {key for keys in self._of_all(list(expected), self._group) for key in keys}
         mismatch: Exception | None = None
         try:
@@ -282,7 +296,6 @@ class CheckpointManager:
         tensors = {key: value for key, value in expected.items() if isinstance(stored[key], TensorStorageMetadata)}
         # Plain data first, because objects compare it before a tensor of `state` is overwritten.
         plain = self._read({key: value for key, value in expected.items() if key not in tensors}, reader)
-        failed: Exception | None = None
         for name, value in state.items():
             if hasattr(value, "check_load"):
                 prefix = templates[name][0]
@@ -308,9 +321,9 @@ class CheckpointManager:
         self._raise_everywhere(failed)
 
     def _read(self, entries: dict[str, Any], reader: Reader) -> dict[str, Any]:
-        """Return `entries` with the stored values. Tensors are filled in place."""
+        """Return `entries` with the stored values. Tensors are filled in place. Only a CheckpointError is damage."""
         planner = LoadPlanner()
-        with plain_errors():
+        with plain_errors(unchanged=True):
             dcp.load(
                 entries,
                 storage_reader=reader,
@@ -323,9 +336,7 @@ class CheckpointManager:
     def _flat(self, state: Mapping[str, Any]) -> dict[str, Any]:
         flat: dict[str, Any] = {}
         for name, value in state.items():
-            if "." in name:
-                raise ValueError(f"the state's name {name!r} contains a dot: choose a name without one")
-            flat |= flatten(state_dict_of(value), self._prefix(name, value, self.rank))
+            flat |= flatten(state_dict_of(name, value), self._prefix(name, value, self.rank))
         return flat
 
     @staticmethod
@@ -341,9 +352,10 @@ class CheckpointManager:
                 self._identity = folder.identify(self.directory)
             self._lock.check()
             folder.discard(folder.debris(self.directory))
-            if step is not None and step in self.passed_over and step in folder.committed_steps(self.directory):
+            if step is not None and step in self._replaceable and step in folder.committed_steps(self.directory):
                 folder.set_aside(folder.path_of(self.directory, step))
                 self._spared.discard(step)
+                self._replaceable.discard(step)
             if step is not None and step in folder.committed_steps(self.directory):
                 raise CheckpointError(
                     f"{folder.path_of(self.directory, step)} already exists and is not overwritten: move it away or "
@@ -359,6 +371,10 @@ class CheckpointManager:
             self._error = error
 
     def _write(self, step: int, staged: Staged, committed: Callable[[], None]) -> None:
+        def begin() -> Path:
+            self._say(f"saving step {step} …")
+            return folder.begin(self.directory, step)
+
         def commit() -> None:
             folder.commit(temporary, manifest)
             try:
@@ -371,10 +387,10 @@ class CheckpointManager:
                 folder.discard(folder.path_of(self.directory, each) for each in old)
             except OSError as error:  # the new checkpoint is committed
                 self._say(f"{error}; older checkpoints stay")
+            self._say(f"saved step {step} in {time.monotonic() - started:.1f} s ({readable_size(manifest.bytes)})")
 
         started = time.monotonic()
-        self._say(f"saving step {step} …")
-        temporary = self._on_first_rank(lambda: folder.begin(self.directory, step), self._writers)
+        temporary = self._on_first_rank(begin, self._writers)
         try:
             unseeing = [rank for rank, sees in enumerate(self._of_all(temporary.is_dir(), self._writers)) if not sees]
             if unseeing:
@@ -394,7 +410,6 @@ class CheckpointManager:
                 with suppress(OSError):
                     folder.discard([temporary])
             raise
-        self._say(f"saved step {step} in {time.monotonic() - started:.1f} s ({readable_size(manifest.bytes)})")
 
     def _measure(self, temporary: Path) -> dict[str, File]:
         """Return the `File` of each file by name. Each rank computes the checksums of the files that it wrote."""
@@ -419,32 +434,48 @@ class CheckpointManager:
         return exchange_objects(value, group, "a checkpoint", watched=group is not self._writers)
 
     def _raise_everywhere(self, failed: Exception | None) -> None:
-        """Raise an error on every rank if one rank has `failed`. Errors that are not weft's may not be picklable, so
-        the other ranks raise a RuntimeError in their place."""
-        told = failed
-        if failed is not None and not type(failed).__module__.startswith("weft."):
-            told = RuntimeError(f"rank {self.rank}: {type(failed).__name__}: {one_line(failed)}")
-        for found in self._of_all(told, self._group):
+        """Raise an error on every rank if one rank has `failed`."""
+        for found in self._of_all(self._told(failed), self._group):
             if found is not None:
                 raise failed or found
+
+    def _told(self, failed: Exception | None) -> Exception | None:
+        """Return the error that other ranks raise because this rank has `failed`. Errors that are not weft's may not be
+        picklable, so a RuntimeError takes their place."""
+        if failed is None or type(failed).__module__.startswith("weft."):
+            return failed
+        return RuntimeError(f"rank {self.rank}: {type(failed).__name__}: {one_line(failed)}")
 
     def _on_first_rank(self, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
         """Run `action` on the first rank. All ranks of `group` (default: `_group`) receive its result or its error."""
         group = group or self._group
         answer: list[Any] = [None, None]
+        failed: Exception | None = None
         if self.rank == 0:
             try:
                 answer[0] = action()
             except Exception as error:
-                answer[1] = error
+                failed, answer[1] = error, self._told(error)
         if group is not None:
             answer = broadcast_object(
                 answer, group, "the checkpoint of the first rank", watched=group is not self._writers
             )
         if answer[1] is not None:
-            raise answer[1]
+            raise failed or answer[1]
         return answer[0]
 
     def _say(self, line: str) -> None:
         if self._progress is not None and self.rank == 0:
             self._progress(line)
+
+
+def _whole(step: Any) -> int:
+    """Return `step` as an int. Raises ValueError if it is not an integer of at least 0: the name of a checkpoint's
+    folder could not hold it."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"step = {step!r}: must be an integer of at least 0")
+    return number

@@ -54,7 +54,7 @@ _OPCODES = (
 )
 _OVERHEAD = 1 << 16
 """The maximum number of bytes that a stored part of a tensor may take in addition to its elements."""
-_LONGEST_PLAIN = 1 << 28
+LONGEST_PLAIN = 1 << 28
 """The maximum number of bytes of an entry that is not a tensor."""
 
 
@@ -116,7 +116,7 @@ def _check(metadata: Metadata, manifest: Manifest) -> None:
     for key, entry in metadata.state_dict_metadata.items():
         _require(isinstance(key, str) and key.isprintable(), f"has the key {key!r}")
         if isinstance(entry, BytesStorageMetadata):
-            _require(places[MetadataIndex(key)].length <= _LONGEST_PLAIN, f"makes {key} too long")
+            _require(places[MetadataIndex(key)].length <= LONGEST_PLAIN, f"makes {key} too long")
             continue
         _require(isinstance(entry, TensorStorageMetadata), f"holds a {type(entry).__name__} under {key}")
         _require(isinstance(entry.properties.dtype, torch.dtype), f"gives {key} no dtype")

@@ -71,13 +71,13 @@ class Reader(dcp.FileSystemReader):
             if part.dtype != target.dtype or part.shape != target.shape:
                 found, wanted = f"{part.dtype} {list(part.shape)}", f"{target.dtype} {list(target.shape)}"
                 raise ValueError(f"it has {found} instead of {wanted}")
-            target.copy_(part)
-            planner.commit_tensor(item, target)
-        except CheckpointError:
+        except (CheckpointError, MemoryError):
             raise
         except Exception as error:
             key = item.storage_index.fqn
             raise CheckpointError(f"{self.checkpoint} cannot be used: {key} in {name}: {one_line(error)}") from error
+        target.copy_(part)  # an error here is one of the state: the checkpoint is not damaged
+        planner.commit_tensor(item, target)
 
 
 def _tensor(stream: CheckedFile) -> torch.Tensor:
@@ -88,13 +88,13 @@ def _tensor(stream: CheckedFile) -> torch.Tensor:
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
+def plain_errors(*, unchanged: bool = False) -> Iterator[None]:
     """A context that replaces torch's CheckpointException, which holds the errors of all ranks. It raises a
-    CheckpointError with only the error of the lowest rank that failed, in one line."""
+    CheckpointError with only the error of the lowest rank that failed, in one line or, if `unchanged`, this error."""
     try:
         yield
     except CheckpointException as error:
         first = min(error.failures.items())[1][0]
-        if isinstance(first, CheckpointError):
+        if unchanged or isinstance(first, CheckpointError):
             raise first from None
         raise CheckpointError(one_line(first)) from first

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from weft.checkpoint.loading import unpack
-from weft.checkpoint.manifest import one_line
+from weft.checkpoint.manifest import one_line, readable_size
+from weft.checkpoint.metadata import LONGEST_PLAIN
 
 
 def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -90,9 +91,15 @@ class Stager:
         """Copy the values in `flat` to host memory, and return the copy when it is complete. Only this rank's part of a
         sharded tensor is copied.
 
-        Raises TypeError for a value that a load would refuse. A load accepts dense tensors and plain data (numbers,
-        strings, bytes, lists, tuples, sets, dictionaries, None).
+        Raises TypeError or ValueError for what a load would refuse. A load accepts dense tensors and plain data
+        (numbers, strings, bytes, lists, tuples, sets, dictionaries, None) of at most 256 MiB for each key. All
+        characters of the keys must be printable.
         """
+        if strange := [key for key in flat if not key.isprintable()]:
+            raise ValueError(
+                f"the state's key {strange[0]!r} contains a character that cannot be printed, which a load would "
+                f"refuse: rename it"
+            )
         planner = DefaultSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(flat))
         items: list[WriteItem] = []
@@ -144,7 +151,7 @@ def _unloadable(key: str, tensor: torch.Tensor) -> TypeError:
 
 def _plain_bytes(key: str, value: Any) -> io.BytesIO:
     try:
-        return _packed(value)
+        packed = _packed(value)
     except Exception as error:
         culprit = _culprit(value)
         what = "is a" if culprit is value else "contains a"
@@ -154,6 +161,12 @@ def _plain_bytes(key: str, value: Any) -> io.BytesIO:
             f"dictionaries, None). Convert it, or leave it out; a DTensor must be a value of its own in a dictionary "
             f"with string keys"
         ) from error
+    if (length := packed.getbuffer().nbytes) > LONGEST_PLAIN:
+        raise ValueError(
+            f"the state {key!r} takes {readable_size(length)}, and a load refuses plain data above "
+            f"{readable_size(LONGEST_PLAIN)}: make it a tensor, or divide it over several keys of a dictionary"
+        )
+    return packed
 
 
 def _packed(value: Any) -> io.BytesIO:

@@ -52,10 +52,11 @@ class ModelState:
         self.model = model
 
     def state_dict(self) -> dict[str, Any]:
-        return self.model.state_dict()
+        return {_plain_name(name): value for name, value in self.model.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(dict(state))
+        names = {_plain_name(name): name for name in self.model.state_dict()}
+        self.model.load_state_dict({names.get(name, name): value for name, value in state.items()})
 
 
 class OptimizerState:
@@ -80,6 +81,7 @@ class OptimizerState:
                     "the optimizer holds a parameter that the model does not have: build it from "
                     "model.parameters() after sharding"
                 ) from None
+        self._held = [[*map(id, group["params"])] for group in optimizer.param_groups]
         self.groups = [[_plain_name(name) for name, _ in group] for group in grouped]
         self.parameters = {_plain_name(name): parameter for group in grouped for name, parameter in group}
         self._given = {_plain_name(name): name for group in grouped for name, _ in group}
@@ -92,6 +94,12 @@ class OptimizerState:
         self._filled: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
+        now = [[*map(id, group["params"])] for group in self.optimizer.param_groups]
+        if not self.is_flat and now != self._held:  # flat tensors may be divided during training
+            raise ValueError(
+                f"the optimizer's parameter groups have changed since this OptimizerState was built (groups of "
+                f"{[*map(len, self._held)]} parameters, now {[*map(len, now)]}): build a new OptimizerState"
+            )
         state, self._targets = self._targets, None  # used by one load only; later saves return the optimizer's state
         if state is None:
             # Leave out parameters of which this rank has no elements. This rank does not update them, so its step
@@ -125,8 +133,9 @@ class OptimizerState:
         self._filled = list(targets)
 
     def check_load(self, plain: Mapping[str, Any]) -> None:
-        """Raise CheckpointMismatch if the checkpoint has other parameter groups or options with other names, or if a
-        parameter with stored state had another shape or dtype. Older checkpoints do not contain the shapes."""
+        """Raise CheckpointMismatch if the checkpoint has the state of another class of optimizer or other parameter
+        groups, or if a parameter with stored state had another shape or dtype. Older checkpoints do not contain the
+        class, for which the names of the options stand, and the shapes."""
         self._loaded_options(plain["groups"])
         saved = {name: shape for group in plain["groups"] for name, shape in group.get("shapes", {}).items()}
         here = {name: shape_of(self.parameters[name]) for name in self._filled}
@@ -142,7 +151,7 @@ class OptimizerState:
         groups = self._loaded_options(state["groups"])
         # An ordinary optimizer identifies its parameters by number, a flat one by name.
         keys = self._given if self.is_flat else {name: number for number, name in enumerate(self.parameters)}
-        own = {key: dict(state["state"].get(name, {})) for name, key in keys.items()}
+        own: dict[Any, dict[str, Any]] = {key: dict(state["state"].get(name, {})) for name, key in keys.items()}
         self.optimizer.load_state_dict(
             {
                 "state": {key: each for key, each in own.items() if each or self.is_flat},
@@ -151,30 +160,40 @@ class OptimizerState:
                 ],
             }
         )
+        if not self.is_flat and all("shapes" in group for group in state["groups"]):  # the parameters have equal dtypes
+            for name, parameter in self.parameters.items():
+                if stored := own[keys[name]]:
+                    _keep_dtypes(stored, self.optimizer.state[parameter])
 
     def _loaded_options(self, stored: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the options of each parameter group: those in `stored`, the groups of a checkpoint. A group without
-        parameters keeps its own options."""
+        parameters keeps its own options, and so does each group for options that only newer optimizers have."""
         here = [index for index in range(len(self.groups)) if self._all_shapes[index]]
         there = [saved for saved in stored if saved["names"]]  # pipeline stages may have empty groups
         _compare_groups([saved["names"] for saved in there], [list(self._all_shapes[index]) for index in here])
         groups = [_without_parameters(self._options(index)) for index in range(len(self.groups))]
         for index, saved in zip(here, there):
-            options = _without_parameters(saved)
-            if set(options) != set(groups[index]):
+            options, own = _without_parameters(saved), _class_name(self.optimizer)
+            if (then := saved.get("class")) is not None:
+                differs, what = then != own, f"it was {then}, here it is {own}"
+            else:
+                differs = set(options) != set(groups[index])
+                what = f"its options are {sorted(options)}, here {sorted(groups[index])}"
+            if differs:
                 raise CheckpointMismatch(
-                    f"the checkpoint was saved with another optimizer: its options are {sorted(options)}, "
-                    f"here {sorted(groups[index])}"
+                    f"the checkpoint was saved with another optimizer: {what}. Build the optimizer as for the save, or "
+                    f"leave it out of the state to load: it then begins without state"
                 )
-            groups[index] = options
+            groups[index] |= options
         return groups
 
     def _options(self, index: int) -> dict[str, Any]:
         group = self.optimizer.param_groups[index]
         return {
-            **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+            **_without_parameters(group),
             "names": list(self._all_shapes[index]),
             "shapes": self._all_shapes[index],
+            "class": _class_name(self.optimizer),
         }
 
 
@@ -223,8 +242,9 @@ def _uses_cuda() -> bool:
 
 
 def _plain_name(name: str) -> str:
-    """Return a parameter's name without the parts that activation checkpointing and compilation insert."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    """Return the name of a parameter or buffer without the parts that activation checkpointing and compilation
+    insert."""
+    return ".".join(part for part in name.split(".") if part not in ("_checkpoint_wrapped_module", "_orig_mod"))
 
 
 def _is_empty_here(parameter: torch.Tensor) -> bool:
@@ -241,7 +261,27 @@ def _room_for(field: str, stored: Stored, parameter: torch.Tensor) -> Any:
 
 
 def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("names", "shapes", "param_names")}
+    """Return the options of a parameter group, live or stored. ("param_names" are torch's names of the parameters: of
+    this stage only, and only if the optimizer was built from `named_parameters`.)"""
+    of_parameters = ("params", "param_names", "names", "shapes", "class")
+    return {key: value for key, value in group.items() if key not in of_parameters}
+
+
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of the class of `optimizer`; for a flat optimizer, of the class that it replaces."""
+    cls = type(optimizer)
+    return (cls.__bases__[-1] if isinstance(optimizer, FlatOptimizer) else cls).__name__
+
+
+def _keep_dtypes(stored: Mapping[str, Any], loaded: dict[str, Any]) -> None:
+    """Give `loaded` the dtypes of `stored`. torch's `load_state_dict` casts all state of a parameter except "step" to
+    the dtype of the parameter, such as the fp32 factors that NAdam keeps for a bf16 parameter."""
+    for key, value in stored.items():
+        now = loaded.get(key)
+        if isinstance(value, Mapping) and isinstance(now, dict):
+            _keep_dtypes(value, now)
+        elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+            loaded[key] = value.to(now.device)
 
 
 def _compare_groups(saved: list[list[str]], here: list[list[str]]) -> None:
@@ -253,7 +293,8 @@ def _compare_groups(saved: list[list[str]], here: list[list[str]]) -> None:
     raise CheckpointMismatch(
         f"the checkpoint groups the optimizer's parameters differently (groups of {[*map(len, saved)]} parameters, "
         f"here {[*map(len, here)]}: {name} is in {there.get(name, 'none')} there and {own.get(name, 'none')} here): "
-        f"build the optimizer as for the save. weft.optim.flat makes two groups, with and without weight decay"
+        f"build the optimizer as for the save. weft.optim.flat (in a run, optimizer.flat) makes two groups, with and "
+        f"without weight decay, which also hold frozen parameters"
     )
 
 
@@ -271,6 +312,23 @@ def _over_stages(model: nn.Module, groups: list[dict[str, str]]) -> list[dict[st
     ]
 
 
-def state_dict_of(value: Any) -> Mapping[str, Any]:
-    """Return `value.state_dict()` if `value` is a Stateful. Otherwise return `value`, which is itself a state dict."""
-    return value.state_dict() if is_stateful(value) else value
+def state_dict_of(name: str, value: Any) -> Mapping[str, Any]:
+    """Return `value.state_dict()` if `value` is a Stateful. Otherwise return `value`, which is itself a state dict.
+
+    `name`: its name in the state. Raises ValueError for a name that contains a dot, and TypeError for a `value` that a
+    new process could not load.
+    """
+    if "." in name:
+        raise ValueError(f"the state's name {name!r} contains a dot: choose a name without one")
+    if isinstance(value, torch.optim.Optimizer):  # before its first step it has no state that a load could fill
+        raise TypeError(
+            f"the state {name!r} is a {type(value).__name__}: pass weft.checkpoint.OptimizerState(model, optimizer), "
+            f"which a new process can load, on any number of ranks"
+        )
+    found = value.state_dict() if is_stateful(value) else value
+    if not isinstance(found, Mapping):
+        raise TypeError(
+            f"the state {name!r} is a {type(found).__name__}: pass a dictionary, such as {{'value': ...}}, or an "
+            f"object with state_dict and load_state_dict"
+        )
+    return found

@@ -1,9 +1,12 @@
 """Loads trained weights from a run, one of its checkpoints, or a model directory."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from weft.checkpoint import CheckpointManager, ModelState, committed_steps
 from weft.checkpoint.directory import path_of
@@ -42,12 +45,13 @@ class Source:
         require_exists(path, "name a run, one of its checkpoints, or a model's directory")
         if any((path / name).is_file() for name in (THEIRS, OURS)):
             return
-        place = path.resolve()
-        folder = place.parent.parent / CHECKPOINTS
-        if place in (named := {path_of(folder, step): step for step in committed_steps(folder)}):
-            self.run, self.step = folder.parent, named[place]
-        elif committed_steps(path / CHECKPOINTS):
+        if committed_steps(path / CHECKPOINTS):
             self.run = path
+        # As it is named, because `checkpoints` may be a link to another disk, or else as a link to a checkpoint.
+        for place in (path.resolve(), Path(os.path.abspath(path))):
+            folder = place.parent.parent / CHECKPOINTS
+            if place in (named := {path_of(folder, step): step for step in committed_steps(folder)}):
+                self.run, self.step = folder.parent, named[place]
         if self.run is None or not (self.run / CONFIG).is_file():
             raise ConfigError(
                 f"{path}: must be a run with a checkpoint, a checkpoint in its run's directory "
@@ -169,11 +173,15 @@ class Source:
     def answered(self, messages: Messages, **options: Any) -> Iterator[str]:
         """Yield the assistant's next message in a conversation, part by part. `options`: the options of `added`."""
         text = self.template.render(messages, prompt=True)
-        for _, part in self.added([self.tokenizer.encode(text.encode()).tolist()], **options):
+        for _, part in self.added([self._checked(self.tokenizer.encode(text.encode()))], **options):
             yield part
 
     def _encoded(self, prompt: str) -> list[int]:
-        encoded = self.tokenizer.prompt(prompt) if self.run is None else self.tokenizer.encode(prompt.encode())
+        return self._checked(
+            self.tokenizer.prompt(prompt) if self.run is None else self.tokenizer.encode(prompt.encode())
+        )
+
+    def _checked(self, encoded: np.ndarray) -> list[int]:
         if not len(encoded):
             raise ConfigError("the prompt is empty: pass a text to continue")
         if (largest := int(encoded.max())) >= self.model_config.vocab_size:

@@ -139,7 +139,7 @@ class Trainer(loop.Trainer):
         try:
             return super().run()
         except Interrupted as interrupted:
-            self.say(interrupted.explained(self.run_place.step))
+            self.say(interrupted.explained(self.run_place.saved_step))
             return False
         finally:
             self.stop.release()

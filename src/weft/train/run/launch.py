@@ -181,7 +181,7 @@ class _Supervisor:
         for code in (NOT_BEGUN, INTERRUPTED):
             if any(rank.process.returncode == code for rank in self.ranks):
                 remove_if_unused(self.run)
-                return code if self.run.step is None else INTERRUPTED
+                return code if self.run.saved_step is None else INTERRUPTED
         return SUCCESS
 
     def _start(self, rank: int, store: str) -> _Rank:

@@ -41,8 +41,9 @@ class Run:
 
     directory: Path
     step: int | None = None
-    """The step of the newest committed checkpoint when the directory was chosen. None for a new run. The checkpoint
-    from which the run resumes is chosen later, when the run has locked the directory."""
+    """The step of the newest committed checkpoint when the directory was chosen or, after a restart, of a newer copy in
+    memory. None for a new run. The checkpoint from which the run resumes is chosen later, when the run has locked the
+    directory."""
     note: str = ""
     """A line to print about the choice of directory."""
     made: tuple[Path, ...] = ()
@@ -51,6 +52,11 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         return self.directory / CHECKPOINTS
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint that is committed now, on disk. None without one."""
+        return [None, *committed_steps(self.checkpoints)][-1]
 
 
 def open_run(

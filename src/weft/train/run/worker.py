@@ -65,7 +65,7 @@ def work(
         rank.end(SUCCESS if complete else INTERRUPTED)
     except Interrupted as interrupted:
         run = run or find_run(config.run, resume)  # the ranks may not have opened it yet
-        step = None if run is None else run.step
+        step = None if run is None else run.saved_step  # a copy in memory ends with `weft train`
         if place.rank == 0 or not rank.supervised:
             rank.say(interrupted.explained(step))
         rank.end(INTERRUPTED if step else NOT_BEGUN)

@@ -104,11 +104,13 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
             return Place(rank, ranks, *local, "torchrun", f"tcp://{environment['MASTER_ADDR']}:{port}")
     slurm = [environment.get(f"SLURM_{name}") for name in ("PROCID", "NTASKS", "LOCALID")]
     if None not in slurm and environment["SLURM_NTASKS"] != "1":
-        host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_NODELIST", "localhost"))
+        # The hosts of this `srun` are a part of those of the job, and rank 0 is on the first of them.
+        hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "localhost")
+        host = environment.get("MASTER_ADDR") or first_host(hosts)
         # The port depends on the job's id, so that two jobs on one host do not collide.
         port = environment.get("MASTER_PORT") or str(20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 20_000)
         ranks = int(environment["SLURM_NTASKS"])
-        nodes = int(environment.get("SLURM_NNODES", "1"))
+        nodes = int(environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "1"))
         return Place(
             int(environment["SLURM_PROCID"]),
             ranks,
