@@ -32,7 +32,7 @@ from weft.quantize.payload_only import PayloadOnly
 
 class Freshness:
     """During a pass, updates the model weights (the copies that gathers read) from the main weights. `ahead`: the units
-    whose model weights must still be updated in this pass, in the same order on all ranks."""
+    that this pass has not brought up to date yet, whether outdated or not, in the same order on all ranks."""
 
     def __init__(self, channels: Channels, agreement: Agreement) -> None:
         self._channels = channels
@@ -65,7 +65,7 @@ class Freshness:
         self.ahead.update(dict.fromkeys(inside))
 
     def is_due(self, unit: Unit) -> bool:
-        """Return whether `unit` still needs an update, for this rank's pass or for another rank's pass."""
+        """Return whether `unit` is in `ahead`, or has outdated model weights that only another rank's pass uses."""
         return unit in self.ahead or any(group.is_outdated for group in unit.groups)
 
     def update_to(self, unit: Unit) -> None:
