@@ -102,7 +102,7 @@ MUTATIONS = [
     Mutation(
         "a unit computes before its weights have arrived",
         "Unit._wait",
-        "ticket.wait()",
+        "self.tickets[0].wait()",
         "",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim_grads]",
     ),
@@ -125,8 +125,8 @@ MUTATIONS = [
     Mutation(
         "computation does not wait for a unit's gather",
         "Unit._wait",
-        "for ticket in tickets: ...",
-        "",
+        "while self.tickets: ...",
+        "self.tickets.clear()",
         STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
     ),
     Mutation(
@@ -338,7 +338,7 @@ MUTATIONS = [
     Mutation(
         "memory of gradients is reused while the user holds them",
         "MainGradients._exclusive",
-        "old is None or self._is_held(dropped) or (renewed and dropped and self._is_viewed())",
+        "old is None or (dropped and (self._is_held(dropped) or self._is_viewed()))",
         "old is None",
         SEAMS + "test_gradient_owner.py::"
         "test_a_held_gradient_does_not_change_by_another_backward[2-optim-none by hand]",

@@ -1,6 +1,7 @@
 """Checkpoints that are either complete or absent."""
 
 import operator
+import sys
 import threading
 import time
 import warnings
@@ -21,7 +22,7 @@ from weft.checkpoint.locking import Lock, lock
 from weft.checkpoint.manifest import METADATA, CheckpointError, CheckpointGone, File, Manifest, one_line, readable_size
 from weft.checkpoint.reading import Reader, describe, plain_errors
 from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
-from weft.checkpoint.state import is_stateful, state_dict_of
+from weft.checkpoint.state import check_loadable, check_names, is_stateful, state_dict_of
 from weft.checkpoint.storage import operation
 from weft.checkpoint.writing import Writer
 from weft.comm.groups import broadcast_object, exchange_objects, group_beside
@@ -273,6 +274,7 @@ class CheckpointManager:
         stored: dict[str, Stored] = {}
         failed: Exception | None = None
         try:
+            check_names(state)
             for name, value in state.items():
                 prefix = self._prefix(name, value, rank=0 if resharded else self.rank)
                 below = stored_below(metadata, prefix)
@@ -334,8 +336,10 @@ class CheckpointManager:
         return {**entries, **planner.loaded}
 
     def _flat(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        check_names(state)
         flat: dict[str, Any] = {}
         for name, value in state.items():
+            check_loadable(name, value)
             flat |= flatten(state_dict_of(name, value), self._prefix(name, value, self.rank))
         return flat
 
@@ -369,6 +373,8 @@ class CheckpointManager:
             self._write(step, staged, committed)
         except BaseException as error:
             self._error = error
+            if not threading.main_thread().is_alive():  # the program has ended: nobody asks for the error
+                print(f"the checkpoint of step {step} is not saved: {one_line(error)}", file=sys.stderr)
 
     def _write(self, step: int, staged: Staged, committed: Callable[[], None]) -> None:
         def begin() -> Path:

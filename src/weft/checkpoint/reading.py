@@ -60,6 +60,7 @@ class Reader(dcp.FileSystemReader):
         return done
 
     def _read(self, item: ReadItem, stream: CheckedFile, planner: LoadPlanner, name: str) -> None:
+        key = item.storage_index.fqn
         try:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(stream.readall()))
@@ -74,9 +75,13 @@ class Reader(dcp.FileSystemReader):
         except (CheckpointError, MemoryError):
             raise
         except Exception as error:
-            key = item.storage_index.fqn
+            if "can't allocate memory" in str(error):
+                raise
             raise CheckpointError(f"{self.checkpoint} cannot be used: {key} in {name}: {one_line(error)}") from error
-        target.copy_(part)  # an error here is one of the state: the checkpoint is not damaged
+        try:
+            target.copy_(part)
+        except Exception as error:  # of the state: the checkpoint is not damaged
+            raise RuntimeError(f"{key} of {self.checkpoint} cannot be loaded: {one_line(error)}") from error
         planner.commit_tensor(item, target)
 
 
@@ -96,5 +101,5 @@ def plain_errors(*, unchanged: bool = False) -> Iterator[None]:
     except CheckpointException as error:
         first = min(error.failures.items())[1][0]
         if unchanged or isinstance(first, CheckpointError):
-            raise first from None
+            raise first from first.__cause__
         raise CheckpointError(one_line(first)) from first

@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy
@@ -52,10 +52,10 @@ class ModelState:
         self.model = model
 
     def state_dict(self) -> dict[str, Any]:
-        return {_plain_name(name): value for name, value in self.model.state_dict().items()}
+        return {plain_name(name): value for name, value in self.model.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        names = {_plain_name(name): name for name in self.model.state_dict()}
+        names = {plain_name(name): name for name in self.model.state_dict()}
         self.model.load_state_dict({names.get(name, name): value for name, value in state.items()})
 
 
@@ -82,13 +82,13 @@ class OptimizerState:
                     "model.parameters() after sharding"
                 ) from None
         self._held = [[*map(id, group["params"])] for group in optimizer.param_groups]
-        self.groups = [[_plain_name(name) for name, _ in group] for group in grouped]
-        self.parameters = {_plain_name(name): parameter for group in grouped for name, parameter in group}
-        self._given = {_plain_name(name): name for group in grouped for name, _ in group}
+        self.groups = [[plain_name(name) for name, _ in group] for group in grouped]
+        self.parameters = {plain_name(name): parameter for group in grouped for name, parameter in group}
+        self._given = {plain_name(name): name for group in grouped for name, _ in group}
         # On all pipeline stages. The shapes are saved too, because an optimizer may keep state of any shape: a state's
         # own shape does not show whether it belongs to other weights.
         self._all_shapes = _over_stages(
-            model, [{_plain_name(name): shape_of(parameter) for name, parameter in group} for group in grouped]
+            model, [{plain_name(name): shape_of(parameter) for name, parameter in group} for group in grouped]
         )
         self._targets: dict[str, dict[str, Any]] | None = None
         self._filled: list[str] = []
@@ -110,7 +110,7 @@ class OptimizerState:
 
     def _own_state(self) -> dict[str, dict[str, Any]]:
         if self.is_flat:
-            return {_plain_name(name): own for name, own in self.optimizer.state_dict()["state"].items() if own}
+            return {plain_name(name): own for name, own in self.optimizer.state_dict()["state"].items() if own}
         state = self.optimizer.state
         return {name: dict(state[parameter]) for name, parameter in self.parameters.items() if parameter in state}
 
@@ -134,8 +134,9 @@ class OptimizerState:
 
     def check_load(self, plain: Mapping[str, Any]) -> None:
         """Raise CheckpointMismatch if the checkpoint has the state of another class of optimizer or other parameter
-        groups, or if a parameter with stored state had another shape or dtype. Older checkpoints do not contain the
-        class, for which the names of the options stand, and the shapes."""
+        groups, or if a parameter with stored state had another shape or dtype. If a class is not one of torch.optim, or
+        is not in the checkpoint, the names of the options are compared. Older checkpoints contain neither the class nor
+        the shapes."""
         self._loaded_options(plain["groups"])
         saved = {name: shape for group in plain["groups"] for name, shape in group.get("shapes", {}).items()}
         here = {name: shape_of(self.parameters[name]) for name in self._filled}
@@ -163,7 +164,7 @@ class OptimizerState:
         if not self.is_flat and all("shapes" in group for group in state["groups"]):  # the parameters have equal dtypes
             for name, parameter in self.parameters.items():
                 if stored := own[keys[name]]:
-                    _keep_dtypes(stored, self.optimizer.state[parameter])
+                    _keep_dtypes(stored, self.optimizer.state.get(parameter, {}))
 
     def _loaded_options(self, stored: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the options of each parameter group: those in `stored`, the groups of a checkpoint. A group without
@@ -173,8 +174,8 @@ class OptimizerState:
         _compare_groups([saved["names"] for saved in there], [list(self._all_shapes[index]) for index in here])
         groups = [_without_parameters(self._options(index)) for index in range(len(self.groups))]
         for index, saved in zip(here, there):
-            options, own = _without_parameters(saved), _class_name(self.optimizer)
-            if (then := saved.get("class")) is not None:
+            options, own, then = _without_parameters(saved), _class_name(self.optimizer), saved.get("class")
+            if then is not None and own is not None:
                 differs, what = then != own, f"it was {then}, here it is {own}"
             else:
                 differs = set(options) != set(groups[index])
@@ -241,7 +242,7 @@ def _uses_cuda() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return the name of a parameter or buffer without the parts that activation checkpointing and compilation
     insert."""
     return ".".join(part for part in name.split(".") if part not in ("_checkpoint_wrapped_module", "_orig_mod"))
@@ -267,10 +268,11 @@ def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in of_parameters}
 
 
-def _class_name(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of the class of `optimizer`; for a flat optimizer, of the class that it replaces."""
-    cls = type(optimizer)
-    return (cls.__bases__[-1] if isinstance(optimizer, FlatOptimizer) else cls).__name__
+def _class_name(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the name of the class of torch.optim that the class of `optimizer` is or extends, as flat optimizers do.
+    Return None for others, such as a class that wraps optimizers of any class."""
+    classes = (each for each in type(optimizer).__mro__ if each is not torch.optim.Optimizer)
+    return next((each.__name__ for each in classes if each.__module__.startswith("torch.optim.")), None)
 
 
 def _keep_dtypes(stored: Mapping[str, Any], loaded: dict[str, Any]) -> None:
@@ -312,23 +314,35 @@ def _over_stages(model: nn.Module, groups: list[dict[str, str]]) -> list[dict[st
     ]
 
 
+def check_names(names: Iterable[str]) -> None:
+    """Raise ValueError if a name of an entry of the state contains a dot."""
+    for name in names:
+        if "." in name:
+            raise ValueError(f"the state's name {name!r} contains a dot: choose a name without one")
+
+
+def check_loadable(name: str, value: Any) -> None:
+    """Raise TypeError if `value` is an optimizer itself. Before its first step, in a new process, it has no state that
+    a load could fill. `name`: its name in the state. Optimizers with a `state_dict` of their own are not refused."""
+    if isinstance(value, torch.optim.Optimizer) and type(value).state_dict in _OF_STEPS:
+        raise TypeError(
+            f"the state {name!r} is of type {type(value).__name__}: pass weft.checkpoint.OptimizerState(model, optimizer), "
+            f"which a new process can load, on any number of ranks"
+        )
+
+
+_OF_STEPS = (torch.optim.Optimizer.state_dict, FlatOptimizer.state_dict)
+
+
 def state_dict_of(name: str, value: Any) -> Mapping[str, Any]:
     """Return `value.state_dict()` if `value` is a Stateful. Otherwise return `value`, which is itself a state dict.
 
-    `name`: its name in the state. Raises ValueError for a name that contains a dot, and TypeError for a `value` that a
-    new process could not load.
+    `name`: its name in the state. Raises TypeError for a `value` that is neither.
     """
-    if "." in name:
-        raise ValueError(f"the state's name {name!r} contains a dot: choose a name without one")
-    if isinstance(value, torch.optim.Optimizer):  # before its first step it has no state that a load could fill
-        raise TypeError(
-            f"the state {name!r} is a {type(value).__name__}: pass weft.checkpoint.OptimizerState(model, optimizer), "
-            f"which a new process can load, on any number of ranks"
-        )
     found = value.state_dict() if is_stateful(value) else value
     if not isinstance(found, Mapping):
         raise TypeError(
-            f"the state {name!r} is a {type(found).__name__}: pass a dictionary, such as {{'value': ...}}, or an "
+            f"the state {name!r} is of type {type(found).__name__}: pass a dictionary, such as {{'value': ...}}, or an "
             f"object with state_dict and load_state_dict"
         )
     return found

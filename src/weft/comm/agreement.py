@@ -56,8 +56,8 @@ def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str,
 
 
 class Agreement:
-    """The log of this rank's collectives in a backward, for `compare`. `checks`: if false, nothing is
-    logged, and callers exchange nothing. `channel`: separates the messages of models with the same process groups."""
+    """The log of this rank's collectives in a backward, for `compare`. `checks`: if false, nothing is logged, and
+    callers exchange nothing. `channel`: separates the messages of models with the same process groups."""
 
     def __init__(self, checks: bool, channel: int) -> None:
         self.checks = checks
@@ -89,20 +89,20 @@ class Agreement:
     def compare(
         self,
         flags: Sequence[Sequence[bool]],
-        arrived: Sequence[int],
+        ready_order: Sequence[int],
         names: Sequence[str],
         groups: Sequence[dist.ProcessGroup],
     ) -> tuple[list[list[bool]], bool]:
         """Compare the logs of all ranks at the end of a backward, and clear this rank's log. Return two values: `flags`
-        with each flag true if it is true on any rank; and whether `arrived` is the same on all ranks.
+        with each flag true if it is true on any rank; and whether `ready_order` is the same on all ranks.
 
-        `arrived`: the indices of the units in the order in which their backwards ended. `names`: the names of all
+        `ready_order`: the indices of the units in the order in which their backwards ended. `names`: the names of all
         units. `groups`: the process groups of the mesh axes, which together reach every rank. Raises
         CollectiveMismatch, on every rank, if any two logs differ."""
         log, self._log = self._log, []
         if all(group.size() == 1 for group in groups):
             return [*map(list, flags)], True
-        issues, order = _fingerprint(log), _fingerprint(arrived)
+        issues, order = _fingerprint(log), _fingerprint(ready_order)
         # max(x) over the ranks equals -max(-x), which is min(x), only if x is the same on all ranks.
         words = [issues, -issues, order, -order, *chain.from_iterable(flags)]
         high, low, last, first, *union = agree(words, groups, "end of a backward", channel=self.channel)

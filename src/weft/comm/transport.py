@@ -143,7 +143,7 @@ def add_scaled(output: Tensor, value: Tensor, scale: float, accumulate: bool) ->
         output.add_(value, alpha=scale)
     elif scale == 1.0:
         output.copy_(value)
-    elif torch.promote_types(output.dtype, value.dtype) == value.dtype:
-        torch.mul(value, scale, out=output)  # multiplied in the wider dtype, also if `output` is narrower
+    elif output.dtype != value.dtype and torch.promote_types(output.dtype, value.dtype) == output.dtype:
+        output.copy_(value).mul_(scale)  # in the wider dtype
     else:
-        output.copy_(value).mul_(scale)
+        torch.mul(value, scale, out=output)

@@ -2,8 +2,8 @@
 
 Norms are computed in at least fp32, and rounded to the tensors' dtype once. torch's norm of many tensors creates
 a DTensor for each norm, and torch's clipping computes the factor on DTensors. Both are slow. If all tensors are
-sharded, the functions at the end of this file use all local parts in one operation, and combine many norms in each
-all-reduce.
+sharded and have one device and dtype, the functions at the end of this file use the local parts of many tensors in one
+operation, and all-reduce one number for them.
 """
 
 import functools

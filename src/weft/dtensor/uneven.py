@@ -9,7 +9,8 @@ comes first in the flattened tensor; see `weft.layout.cuts`.) The part consists 
 rows, of dim 0 or of later dimensions; otherwise it is 1-D. On a rank that has nothing of the tensor, the part has zero
 elements.
 
-With tensor parallelism the mesh has one more axis. The cuts then divide each tensor-parallel rank's slice:
+With tensor parallelism the mesh has one more axis (for experts: one or two). The cuts then divide each tensor-parallel
+rank's slice:
 
     mesh (dp, tp), placements (_, Shard(1))      tensor | slice of tp 0 | slice of tp 1 |
                                                         |   cuts over   |   cuts over   |

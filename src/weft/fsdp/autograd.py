@@ -267,7 +267,8 @@ def _name_of(parameter: Any) -> str:
 
 
 first_backwards: list[tuple[weakref.ref[Any], int]] = []
-"""Root units that ran a forward and that no backward has reached yet, each with the number of backwards since then."""
+"""Root units that ran a forward and that no inspected backward has reached yet, each with the number of backwards that
+were inspected since then. Backwards with `inputs` are not inspected."""
 
 
 def explaining(

@@ -1,10 +1,10 @@
 """The lanes (ordered communication queues) and the pools of transient memory of one model.
 
-    lane       carries                                          pool        holds
-    --------   ----------------------------------------------   ---------   -----------------
-    gather     weights over the shard axis, uploads             weights     gathered weights
+    lane       carries                                              pool        holds
+    --------   --------------------------------------------------   ---------   -----------------
+    gather     weights over the shard axis or both axes, uploads    weights     gathered weights
     gathers    weights of several small units together
-    outer      weights and gradients over the outer axis        gradients   partial gradients
+    outer      weights and gradients over the outer axis alone      gradients   partial gradients
     reduce     gradients over the shard axis
     reductions gradients of several small units together
     download   gradients to CPU memory

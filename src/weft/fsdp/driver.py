@@ -6,8 +6,9 @@ decides what is gathered, freed and reduced, and in which order.
 
 call                                 meaning
 -----------------------------------  ------------------------------------------------------------------------------
-begin_forward(unit)                  a module of `unit` is called; the outermost call begins a pass
-end_forward(error)                   the call has ended; if it was the outermost, the pass has ended
+begin_forward(unit)                  a module of `unit` is called; the outermost call begins a pass, except in a
+                                     recomputation
+end_forward(error)                   the call has ended; a call that has begun a pass also ends it
 begin_backward(call)                 a backward reaches `call`, a forward of a unit. Begins a backward pass, unless
                                      one is under way. After autograd's backward, the engine calls `call.end()` for
                                      each call that has `begun` but not ended; after a failure, `call.abandon()`
@@ -17,8 +18,9 @@ use(unit, holder, named)             the holder needs the full weights from here
                                      chose to gather ahead; None: the plan chooses them
 done(unit, holder, ...)              the holder no longer needs the full weights; `backward_follows`: the use was a
                                      forward whose backward is still to come
-keep(unit, holder)                   keep the full weights: after a forward until its backward, after a backward
-                                     until they are resharded
+keep(unit, holder)                   keep the full weights: after a forward until its backward, after a forward
+                                     without gradients until the next forward, after a backward until they are
+                                     resharded
 offer(unit)                          a backward begins, in which modules of `unit` may write gradients into buffers
 expect_more(more)                    whether further microbatches of a schedule will add to the gradients
 ready(unit)                          the gradients of `unit` in this backward are complete: pack them, reduce if due

@@ -3,18 +3,20 @@
 buffer        lives       placement    dtype        holds
 main_weight   always****  optimizer    main         the weights that the optimizer updates; registered between uses
 model_weight  always*     parameter    compute***   the input of gathers
-full          gathered**  Replicate    compute      the weights that forward and backward read; registered during uses
+full          gathered**  Replicate    compute***   the weights that forward and backward read; registered during uses
 gradients                                           see `weft.fsdp.gradients.group`
 
-*   Without quantization, it is main_weight itself if both are sharded alike (gathers cast and upload), and shares the
-    memory of main_weight if the dtypes are equal, without offload. `copies` has two model weights if forward and
-    backward use different quantized weights.
+*   Without quantization, it is main_weight itself if both are sharded alike over several ranks (gathers cast and
+    upload), and shares the memory of main_weight if the dtypes are equal, without offload. `copies` has two model
+    weights if forward and backward use different quantized weights.
 **  If every rank keeps all weights, `full` is the same buffer as model_weight, and always lives.
-*** With quantization, the buffer holds the bytes of the payload, and `full` is always freed between uses.
+*** With quantization, model_weight holds the bytes of the payload, and `full` is always freed between uses. With
+    `compute="scaled"`, `full` is in float8.
 **** Main weights of quantized parameters that are frozen may be freed between uses (`weft.quantize.payload_only`).
 
-Every write to a sharded parameter increments the version counter of the main weights. The counter shows whether
-gathered weights are up to date. Gathered copies have the version of the main weights (`weft.fsdp.autograd`).
+Writes to a sharded parameter increment the version counter of the main weights, except writes through `.data` of its
+local tensor. The counter shows whether gathered weights are up to date. Gathered copies have the version of the main
+weights (`weft.fsdp.autograd`).
 """
 
 import weakref
@@ -192,7 +194,7 @@ class ParameterGroup:
             self._refreshed_from = None
 
     def gather(self, channels: Channels) -> Ticket | None:
-        """Start to gather the full weights. Update outdated model weights first. Return None if nothing is sent."""
+        """Start to gather the full weights. Update outdated model weights first. Return None if nothing is pending."""
         self.refresh(channels)
         refreshing, self._refreshing = self._refreshing, None
         with torch.no_grad():
@@ -220,8 +222,8 @@ class ParameterGroup:
             return ticket
 
     def open_full(self, channels: Channels) -> torch.Tensor:
-        """Take memory for full weights. Return the tensor that a message fills, or the weights that this rank sends if
-        no message is needed. Call it under `torch.no_grad()`, after `refresh`."""
+        """Take memory for full weights. Return the tensor that a message must fill, or the model weights themselves if
+        this rank has all parts. Call it under `torch.no_grad()`, after `refresh`."""
         self.gathered_from = self._refreshed_from if self.refreshes else self.version
         source = self.copies[self.copy].local
         if self.transient is None:
@@ -329,8 +331,8 @@ class ParameterGroup:
             upload.synchronize()
 
     def shard_after_forward(self, size: int | None) -> None:
-        """Set how much of the gathered weights a rank keeps from forward until backward: 1/`size`, or nothing if `size`
-        is None. Collective over the shard axis if `size` is not None."""
+        """Set how much of the gathered weights a rank keeps when it frees them after forward: 1/`size`, or nothing if
+        `size` is None. Collective over the shard axis if `size` is not None."""
         self.post_forward = None
         if self.transient is not None and size is not None:
             group = neighbors(self.groups[-1], size)

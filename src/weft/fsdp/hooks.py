@@ -10,9 +10,9 @@
 A backward with `create_graph=True` records a graph, as a forward does. A second backward through this graph begins at
 the gradients of the call's inputs, and needs the weights until it reaches these inputs.
 
-A forward inside a backward is a recomputation by activation checkpointing. If the unit's own backward has begun, its
-weights are held, and the hooks only cast inputs and outputs. If that backward is still to come, the weights are kept
-for it. While a schedule drives the units, the hooks also only cast.
+A forward inside a backward is usually a recomputation by activation checkpointing. If the unit's own backward has
+begun, its weights are held, and the hooks only cast inputs and outputs. If that backward is still to come, the weights
+are kept for it. While a schedule drives the units, the hooks also only cast.
 """
 
 import weakref
@@ -54,8 +54,8 @@ class ForwardCall:
         return f"a backward of {self.unit}"
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
-        """Begin the call's backward. This is a hook on the gradient of each output; only the first hook that runs in a
-        backward has an effect."""
+        """Begin the call's backward. This is a hook on the gradient of each output. It has no effect while the call's
+        backward is under way."""
         if self.begun:
             return
         unit, driver = self.unit, self.driver
@@ -141,7 +141,7 @@ _mark: Callable[..., Any] = super(torch.autograd.Function, _EndOfBackward).apply
 
 class HookDriver:
     """The code that runs around the calls of one unit's modules. torch.compile never traces it. `engine`: the engine of
-    the model; it is made at the model's first pass."""
+    the model; it is made when it is first needed."""
 
     engine: Engine
 

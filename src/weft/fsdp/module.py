@@ -51,7 +51,7 @@ class FSDPModule:
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Apply `.to()` and so on to buffers and ignored parameters. Raises ValueError if sharded ones would change."""
+        """Apply `fn` to buffers and ignored parameters. Raises ValueError if it would convert or move sharded ones."""
         groups = [group for unit in units_under(self, recurse) for group in unit.groups]
         for group in groups:
             probe = fn(torch.empty(0, dtype=group.recipe.main, device=group.home))
@@ -98,7 +98,7 @@ class FSDPModule:
         return handle if async_op else None
 
     def reshard(self) -> None:
-        """Register the sharded parameters, and free the full ones unless a running forward or backward uses them."""
+        """Register the sharded parameters, and free the full ones, unless a running forward or backward uses them."""
         runtime_of(self).reshard(unit_of(self))
 
     @contextmanager

@@ -1,11 +1,11 @@
 """The formats in which weights are gathered: main weights are converted to a payload, and payloads to full weights.
 
 `Plain` payloads have elements of the compute dtype. Payloads of `weft.quantize.payload` have one byte or half a byte
-per element. Code outside of these classes only moves bytes. A group gathers weights for use (`ParameterGroup.gather`),
-updates model weights after a step (`refresh`), takes part in gathers whose result it does not need (`serve`), and
-shares messages with other groups (`Bucket`). `gather` and `refresh` convert weights with `write` before sending.
-`serve` and buckets send the stored weights, at most with a cast or an upload. `open` converts received payloads to full
-weights.
+per element. Code outside of these classes only moves or casts elements. A group gathers weights for use
+(`ParameterGroup.gather`), updates model weights after a step (`refresh`), takes part in gathers whose result it does
+not need (`serve`), and shares messages with other groups (`Bucket`). `gather` and `refresh` convert weights with
+`write` before sending. `serve` and buckets send the stored weights, at most with a cast or an upload. `open` converts
+received payloads to full weights.
 """
 
 import functools

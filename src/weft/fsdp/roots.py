@@ -2,8 +2,8 @@
 
 fully_shard(block)       creates a driver, the root of a model with one unit
 fully_shard(model)       creates a driver around the drivers of the blocks; it becomes their root
-the first pass           the root creates the runtime of all units; the root, and forwards that wait for their
-                         backward, keep the runtime alive
+the first use            such as a pass or `unshard()`: the root creates the runtime of all units; the root, and
+                         forwards that wait for their backward, keep the runtime alive
 """
 
 import weakref

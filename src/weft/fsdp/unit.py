@@ -16,6 +16,7 @@ import enum
 import itertools
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -52,7 +53,7 @@ TRANSITIONS = {  # caused by: what happens
     (State.HELD, "hold"): State.HELD,  # another holder
     (State.HELD, "let go"): State.HELD,  # a holder, not the last one
     (State.HELD, "let go last"): State.HERE,  # the last holder
-    (State.HELD, "renew"): State.HELD,  # weights that are stale, or whose other copy is needed: gathers them again
+    (State.HELD, "renew"): State.HELD,  # weights that are stale or lost, or another copy is needed: gathers again
     (State.HERE, "free"): State.AT_REST,  # a driver that expects no use of the unit soon: frees the memory
 }
 
@@ -89,7 +90,7 @@ class Unit:
         self.policy = policy
         self.name, self.number = "", 0
         self.channels: Channels = None  # type: ignore[assignment]
-        """Set at the first pass of the root."""
+        """Set when the runtime of the model is created."""
         self.serial = next(_serials)
         """The unit's number among all units of the process. It is the same on all ranks that build the same models."""
         self.state = State.AT_REST
@@ -157,9 +158,9 @@ class Unit:
 
     def lose(self) -> None:
         """Undo a gather that failed, so that the next use gathers all groups."""
-        tickets, self.tickets = self.tickets, []
-        for ticket in tickets:  # they write to memory that is freed below
-            ticket.wait()
+        while self.tickets:  # they write to memory that is freed below
+            with suppress(Exception):  # the caller raises the error that led here
+                self.tickets.pop().wait()
         for group in self._coming:
             group.lose()
         if self.state is State.ON_THE_WAY:
@@ -233,22 +234,22 @@ class Unit:
         if not self.two_copies or self.backward == backward:
             return
         self.free()  # gathered ahead for the other direction
+        if held := self.state is not State.AT_REST:
+            self.state = TRANSITIONS.get((self.state, "renew")) or self._refuse("renew")
+            for group in self._double:
+                group.fulls.check_unwritten()
         self.backward = backward
         for group in self._double:  # all before the first gather, which may raise
             group.copy = int(backward)
-        if self.state is State.AT_REST:
-            return
-        self.state = TRANSITIONS.get((self.state, "renew")) or self._refuse("renew")
-        for group in self._double:
-            group.fulls.check_unwritten()
-        self._gather(self._double)
+        if held:
+            self._gather(self._double)
 
     def sync_versions(self) -> None:
         """Raise WeightsWritten if a write to gathered weights would be lost. Set version counters, so that autograd
-        raises an error for tensors that were saved before the latest write to the main weights. Gather held weights
-        again that a failed gather has freed."""
-        if self.state is State.HELD and any(group.gathered_from == LOST for group in self._coming):
-            self.renew()
+        raises an error for tensors that were saved before the latest write to the main weights. Gather weights again
+        that a failed gather has freed, now or, if they have no holder, at their next use."""
+        if any(group.gathered_from == LOST for group in self._coming):
+            self.renew() if self.holders else self.free()
         elif self.state in (State.HERE, State.HELD):
             for group in self.groups:
                 group.fulls.check_unwritten()
@@ -364,9 +365,9 @@ class Unit:
             self.state = TRANSITIONS.get((self.state, "arrive")) or self._refuse("arrive")
 
     def _wait(self, groups: Sequence[ParameterGroup]) -> None:
-        tickets, self.tickets = self.tickets, []
-        for ticket in tickets:
-            ticket.wait()
+        while self.tickets:
+            self.tickets[0].wait()  # if it raises, `lose` waits for the others
+            del self.tickets[0]
         for group in groups:
             group.complete_gather()
 
@@ -377,7 +378,7 @@ class Unit:
         for group, is_reduced in zip(self.groups, reduced):
             group.is_reduced = is_reduced
         self.trainable_groups = [group for group in self.groups if group.is_reduced]
-        """The groups whose gradients are reduced: the same on all ranks, even if ranks froze different groups."""
+        """The groups whose gradients are reduced. With `check_collectives`, the ranks agree on them."""
         self.others = [group for group in self.groups if not group.is_reduced]
         """The other groups. A rank that has unfrozen one of them tells the other ranks at the end of its backward."""
 

@@ -108,8 +108,8 @@ class GatherOrder:
         if known is not None:
             self._follow(kind, known.uses, known.backwards)
         else:
-            turned = self.traces["forward"].reversed_uses() if kind == "backward" and "forward" in self.traces else ()
-            self._follow(kind, turned, (1,) * len(turned))
+            expected = self.traces["forward"].reversed_uses() if kind == "backward" and "forward" in self.traces else ()
+            self._follow(kind, expected, (1,) * len(expected))
 
     def foresee(self, trace: Trace) -> bool:
         """Begin a schedule with the events of `trace`. Return whether its uses differ from the last schedule's."""

@@ -11,7 +11,8 @@
     -----    -----------------------------------------------------------------------------------
     use      a module starts to compute with the full weights
     ahead    the user has asked to prefetch this unit at the preceding `use`
-    keep     the full weights stay: after a forward until the backward, after a backward until `reshard`
+    keep     the full weights stay: after a forward until its backward (without gradients: until the next forward),
+             after a backward until `reshard`
     done     the module has finished computing with the full weights
     offer    modules of the unit may now write gradients of their parameters directly into buffers
     write    a module is about to write a gradient

@@ -1,8 +1,8 @@
 """Computes plans by simulating the engine: the memory that it allocates and frees at each event of a step.
 
 The simulation applies the engine's rules, `layout.gathers` and `layout.turns`, to units that are only numbers of
-bytes, without a process group, a tensor or a device. At the end of a pass it frees all weights that are not kept
-for a backward, starts the remaining reductions, and finishes all reductions.
+bytes, without a process group, a tensor or a device. At the end of a pass it starts the remaining reductions,
+finishes all reductions, and frees all weights that are not kept for a later pass.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

@@ -36,11 +36,11 @@ from weft.mesh import parts_of, ranks_over
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients of a sharded model, a 0-D tensor, the same on every rank. Collective.
 
-    The norm is fp32, or fp64 if any gradients on this pipeline stage are fp64. Every element of all stages counts once,
-    even if it is replicated, belongs to an expert, or is in a tensor-parallel slice. Unsharded parameters also count,
-    and must have the same gradients on all ranks. Frozen parameters whose `.grad` is set count too. The norm takes
-    about one kernel per flat buffer of gradients, and one small all-reduce per mesh axis. Tensor parallelism adds one
-    small all-reduce, and pipeline stages add one small all-gather.
+    The norm is fp32, or fp64 if any gradients on this pipeline stage are fp64, so stages may round it differently.
+    Every element of all stages counts once, even if it is replicated, belongs to an expert, or is in a tensor-parallel
+    slice. Unsharded parameters also count, and must have the same gradients on all ranks. Frozen parameters whose
+    `.grad` is set count too. The norm takes about one kernel per flat buffer of gradients, and one small all-reduce per
+    mesh axis. Tensor parallelism adds one small all-reduce, and pipeline stages add one small all-gather.
 
     `norm_type`: the order of the norm, such as 2.0 or `math.inf`. Raises TypeError if `model` is not a module, and
     ValueError if nothing in it is sharded or `norm_type` is not positive.
@@ -183,7 +183,8 @@ def _norm_of(
 ) -> torch.Tensor:
     """Return the norm over all pipeline stages of a model. Parameters that two stages share count once.
 
-    The sums of the stages are added in rank order, so that the norm is bitwise the same on all stages.
+    The sums of the stages are added in rank order, so that the norm is bitwise the same on all stages with the same
+    dtype.
     """
     if not _number(norm_type) > 0:
         raise ValueError(

@@ -51,7 +51,7 @@ def _suits(recipe: Quantization, module: nn.Module | None, attribute: str) -> bo
         return attribute in multiplied
     if recipe.is_scaled:
         return isinstance(module, nn.Linear) and attribute == "weight"
-    return not isinstance(module, nn.Embedding)
+    return not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
 def _refuse_divided_blocks(recipe: Quantization, shape: tuple[int, ...], parallel: TensorParallel, name: str) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.checkpoint.state import plain_name
 from weft.comm.backends import world
 from weft.comm.collectives import broadcast, reduce_now
 from weft.models import HybridModel
@@ -47,11 +48,11 @@ class Buffers:
 
     def __init__(self, model: nn.Module, rule: Rule) -> None:
         self.rule = rule
-        saved = model.state_dict().keys()
+        saved = {plain_name(name) for name in model.state_dict()}
         self._buffers = {
             name: buffer
             for name, buffer in model.named_buffers()
-            if name in saved and not isinstance(buffer, DTensor) and buffer.numel()
+            if plain_name(name) in saved and not isinstance(buffer, DTensor) and buffer.numel()
         }
         self._model = model
         self._are_absent = False

@@ -100,10 +100,13 @@ def template_of(files: Mapping[str, bytes], name: str) -> ChatTemplate | None:
     try:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         text = config.get("chat_template")
-        if "chat_template.jinja" in files:
-            text = files["chat_template.jinja"].decode()
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{name}: tokenizer_config.json is damaged ({error}); use an undamaged copy") from error
+    if "chat_template.jinja" in files:
+        try:
+            text = files["chat_template.jinja"].decode()
+        except ValueError as error:
+            raise ConfigError(f"{name}: chat_template.jinja is not UTF-8 ({error}); use an undamaged copy") from error
     if isinstance(text, list):  # several named templates; "default" is for plain conversations
         text = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}.get("default")
     if text is None:

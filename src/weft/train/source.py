@@ -50,7 +50,8 @@ class Source:
         # As it is named, because `checkpoints` may be a link to another disk, or else as a link to a checkpoint.
         for place in (path.resolve(), Path(os.path.abspath(path))):
             folder = place.parent.parent / CHECKPOINTS
-            if place in (named := {path_of(folder, step): step for step in committed_steps(folder)}):
+            named = {path_of(folder, step): step for step in committed_steps(folder)}
+            if place in named and os.path.samefile(place, path):
                 self.run, self.step = folder.parent, named[place]
         if self.run is None or not (self.run / CONFIG).is_file():
             raise ConfigError(

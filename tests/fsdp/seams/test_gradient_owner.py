@@ -137,6 +137,23 @@ def test_views_of_a_held_gradient_do_not_change_by_another_backward(strategy):
                 parameter.grad = None
 
 
+@pytest.mark.parametrize("replaced", ["all", "one of each unit"])
+@distributed(2)
+def test_gradients_may_be_replaced_by_others_in_the_same_memory(replaced):
+    """As code does that unwraps a DTensor, changes the local part and wraps it again."""
+    _, sharded = pair(strategy="optim_grads_params")
+    nets.loss_of(sharded, nets.data(1, 4)[0]).backward()
+    expected = weft.optim.grad_norm(sharded)
+    assert expected > 0
+    for number, parameter in enumerate(parameters_of[sharded]):
+        if replaced == "all" or number % 2:
+            mesh, placements = parameter.grad.device_mesh, parameter.grad.placements
+            shape, stride = parameter.grad.shape, parameter.grad.stride()
+            part = parameter.grad.to_local().view(-1).view(parameter.grad.to_local().shape)
+            parameter.grad = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+    torch.testing.assert_close(weft.optim.grad_norm(sharded), expected, rtol=0, atol=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)

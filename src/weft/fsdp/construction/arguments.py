@@ -5,7 +5,7 @@ mesh                         dp_mesh_dims                              fully_sha
 (dp, tp)                     shard="dp"                                (dp,)
 (replicate, shard, tp)       shard="shard", replicate="replicate"      (replicate, shard)
 (dp, cp, tp)                 shard=("dp", "cp")                        (dp and cp as one axis,)
-(dp, tp)                     replicate="dp"                            (dp,), with strategy "no_shard"
+(dp, tp)                     replicate="dp"                            (dp,), by default with "no_shard"
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ from weft.mesh import whole_world
 
 
 class _Default(str):
-    """The value of a `strategy` that is left out. The same name can be told from it when a caller passes it."""
+    """The type of `strategy`'s default, which distinguishes it from an equal string that a caller passes."""
 
 
 DEFAULT_STRATEGY = _Default("optim_grads_params")

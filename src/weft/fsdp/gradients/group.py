@@ -192,7 +192,8 @@ class GroupGradients:
     def reduce(self, channels: Channels, scale: float, *, channel: int, finishes: bool) -> Ticket:
         """Start to reduce the packed gradients, over one mesh axis after another, into the main gradients. `scale`: the
         factor of the sum. `channel`: the channel number of the messages. `finishes=False`: on a 2-D mesh, reduce only
-        over the shard axis, because more microbatches follow. Returns the ticket of the last reduction."""
+        over the shard axis, because more microbatches follow. Returns the ticket of the last reduction or, with
+        CPU offload, of the download that follows."""
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = finishes or len(self._stages) == 1
         ticket: Ticket | None = None

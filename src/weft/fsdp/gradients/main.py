@@ -37,7 +37,7 @@ class MainGradients:
             assert self.buffer is not None
             return self.buffer, True
         mine = self._mine()
-        main = self._exclusive(mine, renewed=True)
+        main = self._exclusive(mine)
         for each in mine:
             each.sharded.grad = None
             each.gradient.withdrawn = True
@@ -52,15 +52,14 @@ class MainGradients:
             if (handed := each.gradient.handed) is not None and each.sharded.grad is handed
         ]
 
-    def _exclusive(self, kept: Sequence[ShardedParameter], *, renewed: bool) -> FlatBuffer:
-        """Return the buffer. It moves to new memory if other code holds published tensors that are no longer `.grad`.
-        The gradients of `kept` parameters keep their values. If `kept` is not empty, the other gradients become zeros.
-        `renewed`: a backward will write to the buffer. It then also moves if other code has views of published
-        gradients, unless all parameters are `kept`."""
+    def _exclusive(self, kept: Sequence[ShardedParameter]) -> FlatBuffer:
+        """Return the buffer. It moves to new memory if other code holds published tensors that are no longer `.grad`,
+        or, unless all parameters are `kept`, views of published gradients. The gradients of `kept` parameters keep
+        their values. If `kept` is not empty, the other gradients become zeros."""
         old = self.buffer
         stays = set(kept)  # usually all or none
         dropped = [each for each in self._parameters if each not in stays] if kept else self._parameters
-        if old is None or self._is_held(dropped) or (renewed and dropped and self._is_viewed()):
+        if old is None or (dropped and (self._is_held(dropped) or self._is_viewed())):
             values = [each.gradient.handed for each in kept]
             main = self._open()
             if kept:
@@ -120,7 +119,7 @@ class MainGradients:
         theirs = [(each, each.sharded.grad) for each in held if each.sharded.grad is not each.gradient.handed]
         mine = self._mine()
         if len(mine) < len(self._parameters):
-            main = self._exclusive(mine, renewed=False)
+            main = self._exclusive(mine)
             if not mine:
                 main.local.zero_()
         for each, value in theirs:

@@ -14,9 +14,9 @@ Larger units, and units whose weights cannot share a message (`ParameterGroup.fi
     a unit of A again           that unit alone: its memory was freed after the first use
     nothing, but others need A  A, and drops the result: this rank may be in another pass
 
-The buckets depend only on the model. They are the same on all ranks, even if the ranks run different units: ranks that
-need different units of a bucket send the same message. Units are gathered one by one in a schedule, and in a use for
-which the user has named the units to prefetch.
+The buckets depend only on the model, its options and the transport. They are the same on all ranks, even if the ranks
+run different units: ranks that need different units of a bucket send the same message. Units are gathered one by one in
+a schedule, and in a use for which the user has named the units to prefetch.
 """
 
 from collections.abc import Sequence

@@ -5,8 +5,8 @@
     before the first     its units, and the groups that it trains        a group is reduced if any rank trains it
       pass
     at the end of a      checksums of its collectives and of the order   if collectives differ, CollectiveMismatch; a
-      backward           in which its units were ready to reduce;        parameter has a gradient if it has one on any
-                         parameters with gradients, units that wait      rank; units that wait on any rank are reduced;
+      backward that      in which its units were ready to reduce;        parameter has a gradient if it has one on any
+      reduces            parameters with gradients, units that wait      rank; units that wait on any rank are reduced;
                          for their turn to reduce, groups that it        later backwards reduce in this order if it was
                          trains now, failed graph captures, units that   the same on all ranks; units that any rank has
                          a pass has resharded                            resharded are resharded

@@ -11,7 +11,7 @@ each pass the ranks agree whether any rank has written to these weights or has u
 
 With `check_collectives=False`, the ranks do not agree on updates: each rank sees only its own writes.
 
-Weights that are gathered for each use need no update: they are gathered from the current main weights.
+Weights without separate model weights need no update: gathers read the current main weights.
 """
 
 from collections.abc import Iterable, Sequence

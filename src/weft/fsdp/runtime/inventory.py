@@ -1,9 +1,9 @@
 """Finds trainable parameters that belong to no unit: no rank would reduce their gradients.
 
-Parameters under a root are checked at the beginning of each pass (`Inventory`). The first check walks through all
-modules. Later checks compare object identities with those of the last walk, without a Python call per module, and walk
-again only if these differ or a frozen parameter in no unit was unfrozen. Replaced parameters of a unit are not reported
-here: the unit raises an error when it next registers its parameters.
+Parameters under a root are checked at the beginning of each forward pass and schedule (`Inventory`). The first check
+walks through all modules. Later checks compare object identities with those of the last walk, without a Python call per
+module, and walk again only if these differ or a frozen parameter in no unit was unfrozen. Replaced parameters of a unit
+are not reported here: the unit raises an error when it next registers its parameters.
 
 If the user forgot to call `fully_shard` on the whole model, parameters of modules around the root are in no unit. weft
 does not see these modules. Therefore the graph of each root's first backward without `inputs` is inspected before it

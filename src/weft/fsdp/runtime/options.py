@@ -41,8 +41,8 @@ class RuntimeOptions:
     - `bucket_bytes`: adjacent units of at most this total size may share a message (0: none do). None: an eighth of the
       model, but at least the transport's latency times its bandwidth, and at most four times this product.
     - `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit
-      whose backward runs. Units that share a message count as one. With 2, one unit is reduced while the next computes.
-      With 1, there is no such overlap.
+      whose backward runs. Units that share a message count as one. Gradients that wait for another backward or for
+      their turn do not count. With 2, one unit is reduced while the next computes. With 1, there is no such overlap.
     - `check_collectives`: after each backward that reduces gradients, the ranks compare their collectives, and agree on
       which parameters have gradients. False: they skip this exchange, in which hosts wait for each other. In that case,
       every rank must run the same units, and write to the same weights between the passes of a step. A parameter that

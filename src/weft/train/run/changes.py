@@ -4,7 +4,8 @@
               effect. With `run.renumber`, a pattern that groups the same layers differently is PRINTED
     PRINTED   the setting takes effect, and is printed before the first step
     SILENT    the setting takes effect, and changes the results by no more than rounding. Exceptions: router losses if
-              `sharding.cp` changes, and your own model if it uses dropout or the other rows of a microbatch.
+              `sharding.cp` changes, or `train.microbatch_size` with different numbers of labels in the sequences, and
+              your own model if it uses dropout or the other rows of a microbatch.
               Changes of `run.name` and `run.weights` have no effect on a resumed run
 
 docs/training.md has this table for users.

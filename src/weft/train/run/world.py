@@ -126,5 +126,5 @@ def first_host(nodelist: str) -> str:
     """Return the first host of a SLURM node list: "gpu[07-09,12],cpu1" -> "gpu07"."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodelist)
     if match is None:
-        raise ConfigError(f"SLURM_NODELIST = {nodelist!r}: names no host")
+        raise ConfigError(f"the list of SLURM's hosts {nodelist!r} names no host")
     return "".join(part or "" for part in match.groups())
