@@ -95,7 +95,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("body", "ranks", "options"), CASES)
 def test_every_operator_comes_behind_what_it_needs(pool, body, ranks, options):
     pool.run(ranks, body, checked_streams=True, **options)

@@ -85,7 +85,7 @@ WRITES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("strategy, shapes", [("optim_grads_params", SHAPES), ("no_shard", SHAPES[1:2])])
 @distributed(2)
 def test_every_write_equals_that_of_one_process(strategy, shapes):

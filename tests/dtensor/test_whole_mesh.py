@@ -63,7 +63,7 @@ def trained(model: nn.Module, rows: torch.Tensor, mesh: DeviceMesh | None = None
     return [*gradients, *(nets.full(parameter) for parameter in model.parameters())]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "axes",
     [

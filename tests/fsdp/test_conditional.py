@@ -143,7 +143,7 @@ def test_a_unit_that_ran_on_one_rank_before_it_was_frozen_is_still_reduced_by_al
     assert_gradients(sharded, plain)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_gathers_of_units_that_run_on_some_ranks_only_are_joined_by_the_others():
     for name in ("each rank another one of two", "the last rank one of them twice", "in another order"):

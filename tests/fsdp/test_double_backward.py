@@ -112,7 +112,7 @@ def check(plain, sharded, way, steps=3):
     assert weft.memory_report(sharded)["transient"]["gathered weights"]["live"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("strategy, recompute", [("optim", False), ("optim_grads_params", True)])
 @distributed(2)
 def test_penalties_on_slopes_equal_one_process(strategy, recompute):

@@ -534,6 +534,7 @@ def test_the_next_pass_waits_once_for_an_event_behind_the_optimizer():
         assert event.waits == 1
 
 
+@pytest.mark.long
 @distributed(4)
 def test_data_parallel_axes_of_a_larger_mesh():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "context"))

@@ -32,7 +32,7 @@ def change_of_mind(net: nets.Net, step: int) -> None:
         net.blocks[2].up.base.weight.requires_grad_(False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", [None, pytest.param("reentrant", marks=pytest.mark.long), "non-reentrant"])
 @distributed(2)
 def test_adapters_frozen_units_and_later_changes_equal_one_process(recompute):

@@ -24,7 +24,7 @@ PADDED = {"capacity_factor": 1.0, "pad_to_capacity": True}
 BOTH = ("attend", "experts")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pattern", "schedule", "microbatches", "more"),
     [

@@ -89,7 +89,7 @@ def test_training_goes_on_bit_equal_through_other_spellings_with_its_optimizer(t
     assert all(optimizer.state[weight]["exp_avg"].abs().max() > 0 for weight in fresh.parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_sharded_training_resumes_bit_for_bit_too(tmp_path):
     change_of_spelling(tmp_path, ("[*-][*E]", "*-*E", "[*-][*E]"), init_meshes("cpu", ep=2))

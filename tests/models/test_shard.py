@@ -289,7 +289,7 @@ def test_two_runs_of_every_symbol_are_bit_equal(pattern):
     assert_close(*runs, rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 @pytest.mark.parametrize("pattern", ["[M*E]/[GE]"])
 def test_two_overlapped_runs_on_two_ranks_are_bit_equal(pattern):

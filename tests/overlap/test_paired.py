@@ -77,7 +77,7 @@ def test_where_a_device_computes_beside_the_host_it_has_something_to_do_when_the
         assert steps[steps.index(f"S{layer}.dispatch") - 1] == f"F{layer}.experts"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_with_pairs_at_both_ends_another_microbatch_computes_beside_every_exchange():
     meshes = weft.init_meshes("cpu", ep=2)

@@ -225,7 +225,7 @@ def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
 DEPTHS = dataclasses.replace(CFG, pattern="[*E]-/[*E]*/[*E]*", recompute=("experts",))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 @pytest.mark.parametrize("strategy", [pytest.param("none", marks=pytest.mark.long), "optim_grads_params"])
 def test_prediction_depths_run_as_layers_of_the_schedule_and_change_no_bit(strategy):

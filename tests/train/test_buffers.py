@@ -72,7 +72,7 @@ def train_both_ways(folder, rule):
     return statistics(whole), statistics(resumed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["broadcast", "mean", "own"])
 def test_a_model_with_running_statistics_resumes_bit_for_bit_by_its_rule(pool, tmp_path, rule):
     (whole, resumed), (other_whole, other_resumed) = pool.run(2, train_both_ways, tmp_path, rule)

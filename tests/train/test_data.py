@@ -88,7 +88,7 @@ def test_every_sequence_comes_once_per_epoch():
         assert sorted(seen) == list(range(250))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(st.integers(0, 40), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 6]))
 @settings(max_examples=25)
 def test_a_restored_position_continues_exactly_on_any_number_of_ranks(steps, before, after):

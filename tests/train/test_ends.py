@@ -293,7 +293,7 @@ def test_no_file_gets_the_number_of_a_standard_stream_that_is_closed():
     assert subprocess.run(command, check=False).returncode == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_output_that_cannot_be_written_does_not_end_a_run(tmp_path):
     config = write_config(tmp_path, train__steps=2, train__validate_every=0)
     with open("/dev/full", "w") as full, started("train", config, "--ranks", 1, stdout=full) as process:

@@ -105,7 +105,7 @@ FLAT, MUON = ["optimizer.flat=true"], ["optimizer.name=Muon", "optimizer.lr=0.01
 SGD = ["optimizer.name=SGD", "optimizer.options={momentum = 0.9}"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "before, after",
     [

@@ -80,7 +80,7 @@ def trained(path, run, overrides=(), *, resume_from=None):
     return said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_text_of_a_run_is_that_of_its_checkpoint_and_changes_nothing_else(pool, tmp_path):
     path = write_config(tmp_path, train__steps=4, train__validate_every=2)
     pool.run(2, trained, path, tmp_path / "plain")

@@ -165,7 +165,7 @@ def test_bf16_trains_like_fp32_within_its_precision(pool, tmp_path):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recomputing_activations_changes_no_number(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=0)
     kept, recomputed = (
