@@ -597,7 +597,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, value, said):
     [
         (5, "the state 'thing' is of type int: pass a dictionary"),
         (torch.ones(2), "the state 'thing' is of type Tensor: pass a dictionary"),
-        (torch.optim.SGD([torch.ones(2)]), r"the state 'thing' is of type SGD: pass .*OptimizerState\(model, optimizer\)"),
+        (torch.optim.SGD([torch.ones(2)]), r"'thing' is of type SGD: pass .*OptimizerState\(model, optimizer\)"),
     ],
     ids=["int", "Tensor", "SGD"],
 )

@@ -326,8 +326,8 @@ def check_loadable(name: str, value: Any) -> None:
     a load could fill. `name`: its name in the state. Optimizers with a `state_dict` of their own are not refused."""
     if isinstance(value, torch.optim.Optimizer) and type(value).state_dict in _OF_STEPS:
         raise TypeError(
-            f"the state {name!r} is of type {type(value).__name__}: pass weft.checkpoint.OptimizerState(model, optimizer), "
-            f"which a new process can load, on any number of ranks"
+            f"the state {name!r} is of type {type(value).__name__}: pass weft.checkpoint.OptimizerState(model, "
+            f"optimizer), which a new process can load, on any number of ranks"
         )
 
 

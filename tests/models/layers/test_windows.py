@@ -107,3 +107,16 @@ def test_sinks_without_a_window_take_memory_for_positions_and_none_for_scores():
         with Largest() as largest:
             attention_within(documents, q, k, k, scale=None, sinks=sinks).sum().backward()
         assert q.numel() <= largest.numel < 250 * 250  # scores of the longest document, for one head
+
+
+def test_a_mask_that_is_made_inside_a_transform_does_not_outlive_it():
+    def loss(q):
+        return causal_attention(q, kv, kv, scale=None, window=5).sum()
+
+    q = kv = torch.randn(1, 200, 1, 4)
+    with mock.patch.dict(attention._bands, clear=True):
+        found = torch.func.grad(loss)(q)
+        after = q.clone().requires_grad_()
+        loss(after).backward()
+        assert not any(map(torch._C._functorch.is_functorch_wrapped_tensor, attention._bands.values()))
+    torch.testing.assert_close(found, after.grad)

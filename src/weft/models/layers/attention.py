@@ -287,7 +287,10 @@ def _band(window: int, size: int, first: int, like: Tensor) -> Tensor:
         return _made_band(window, size, first, like)
     if key not in _bands:
         with torch.inference_mode(False):
-            _bands[key] = constant(_made_band(window, size, first, like))
+            made = _made_band(window, size, first, like)
+        if torch._C._functorch.is_functorch_wrapped_tensor(made):  # it ends with the transform
+            return made
+        _bands[key] = constant(made)
     return _bands[key]
 
 
