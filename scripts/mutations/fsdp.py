@@ -338,7 +338,7 @@ MUTATIONS = [
     Mutation(
         "memory of gradients is reused while the user holds them",
         "MainGradients._exclusive",
-        "old is None or (dropped and (self._is_held(dropped) or self._is_viewed()))",
+        "old is None or self._is_held(dropped) or (renewed and dropped and self._is_viewed())",
         "old is None",
         SEAMS + "test_gradient_owner.py::"
         "test_a_held_gradient_does_not_change_by_another_backward[2-optim-none by hand]",

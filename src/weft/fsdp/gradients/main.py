@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from weft.dtensor.uneven import local_of
 from weft.fsdp.parameter import GradientState, ShardedParameter, never_runs
 from weft.fsdp.plan import GroupPlan
 from weft.memory.buffer import FlatBuffer
@@ -37,7 +38,7 @@ class MainGradients:
             assert self.buffer is not None
             return self.buffer, True
         mine = self._mine()
-        main = self._exclusive(mine)
+        main = self._exclusive(mine, renewed=True)
         for each in mine:
             each.sharded.grad = None
             each.gradient.withdrawn = True
@@ -52,14 +53,15 @@ class MainGradients:
             if (handed := each.gradient.handed) is not None and each.sharded.grad is handed
         ]
 
-    def _exclusive(self, kept: Sequence[ShardedParameter]) -> FlatBuffer:
-        """Return the buffer. It moves to new memory if other code holds published tensors that are no longer `.grad`,
-        or, unless all parameters are `kept`, views of published gradients. The gradients of `kept` parameters keep
-        their values. If `kept` is not empty, the other gradients become zeros."""
+    def _exclusive(self, kept: Sequence[ShardedParameter], *, renewed: bool) -> FlatBuffer:
+        """Return the buffer. It moves to new memory if other code holds published tensors that are no longer `.grad`.
+        The gradients of `kept` parameters keep their values. If `kept` is not empty, the other gradients become zeros.
+        `renewed`: a backward will write to the buffer. It then also moves if other code has views of published
+        gradients, unless all parameters are `kept`."""
         old = self.buffer
         stays = set(kept)  # usually all or none
         dropped = [each for each in self._parameters if each not in stays] if kept else self._parameters
-        if old is None or (dropped and (self._is_held(dropped) or self._is_viewed())):
+        if old is None or self._is_held(dropped) or (renewed and dropped and self._is_viewed()):
             values = [each.gradient.handed for each in kept]
             main = self._open()
             if kept:
@@ -116,16 +118,23 @@ class MainGradients:
         held = [each for each in self._parameters if each.sharded.grad is not None]
         if not held:
             return None
-        theirs = [(each, each.sharded.grad) for each in held if each.sharded.grad is not each.gradient.handed]
+        given = [each for each in held if each.sharded.grad is not each.gradient.handed]
+        theirs = [(each, self._apart(each.sharded.grad)) for each in given]
         mine = self._mine()
         if len(mine) < len(self._parameters):
-            main = self._exclusive(mine)
+            main = self._exclusive(mine, renewed=False)
             if not mine:
                 main.local.zero_()
         for each, value in theirs:
             each.gradient.handed.copy_(value)
             each.sharded.grad = each.gradient.handed
         return self.buffer
+
+    def _apart(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return `gradient`, or a copy if it is in the memory of the main gradients, which may be overwritten."""
+        local = local_of(gradient)
+        inside = self.buffer is not None and local.untyped_storage().data_ptr() == self._storage.data_ptr()
+        return gradient.clone() if inside else gradient
 
     def publish(self) -> None:
         """Set `.grad` of parameters that have a new gradient, or whose `.grad` was set to None by `claim`. Then run the
