@@ -2,10 +2,9 @@
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Three processes share the tests, each with its own pool of ranks: two would leave a tenth of two cores idle, while
-# ranks wait for each other. With worksteal, neighbors stay in one process, which shares their fixtures, and the last
-# long tests do not all wait for the same process.
-TESTS  := -m pytest --numprocesses 3 --dist worksteal --durations 25 --durations-min 5
+# Two processes share the tests, each with its own pool of ranks. With worksteal, neighbors stay in one process, which
+# shares their fixtures, and the last long tests do not all wait for the same process.
+TESTS  := -m pytest --numprocesses 2 --dist worksteal --durations 25 --durations-min 5
 STAMP  := $(VENV)/.installed
 # Other libraries: an environment of their own, which sees the one above and holds what that lacks.
 OTHERS := .venv-ecosystem
@@ -50,11 +49,12 @@ test: install lint
 test-fast: install lint
 	$(BIN)/python $(TESTS) --durations-min 0.5 -m 'not slow and not long'
 
+# A third process works while programs of the other two wait.
 test-long: install
-	$(BIN)/python $(TESTS) -m long --ignore tests/ecosystem
+	$(BIN)/python $(TESTS) --numprocesses 3 -m long --ignore tests/ecosystem
 
 test-ecosystem: install $(OTHERS)/.installed
-	WEFT_ECOSYSTEM=1 $(OTHERS)/bin/python $(TESTS) tests/ecosystem
+	WEFT_ECOSYSTEM=1 $(OTHERS)/bin/python $(TESTS) --numprocesses 3 tests/ecosystem
 
 # What it has hides what is above: torchtitan wants some older.
 $(OTHERS)/.installed: $(STAMP) requirements-ecosystem.txt

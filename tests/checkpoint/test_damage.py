@@ -218,6 +218,7 @@ def test_a_run_that_trains_is_inspected_without_what_it_replaces_meanwhile(tmp_p
     assert "step-00000003: step 3, written by 1 rank" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_block_that_is_read_is_checked_and_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "BLOCK", 256)
     with CheckpointManager(tmp_path) as manager:

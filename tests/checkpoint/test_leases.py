@@ -52,6 +52,7 @@ def test_a_run_that_lost_its_lease_saves_no_more(tmp_path):
     assert (tmp_path / LEASE).read_text() == f"{ELSEWHERE}-7", "the lease of the other run stays"
 
 
+@pytest.mark.slow
 def test_a_lease_is_taken_over_once_it_was_not_renewed_for_long_enough(tmp_path):
     (tmp_path / LEASE).write_text(f"{ELSEWHERE}-0")
     began = time.monotonic()
@@ -62,12 +63,14 @@ def test_a_lease_is_taken_over_once_it_was_not_renewed_for_long_enough(tmp_path)
     assert not (tmp_path / LEASE).exists()
 
 
+@pytest.mark.slow
 def test_a_lease_that_is_not_yet_written_is_not_taken_over(tmp_path):
     (tmp_path / LEASE).write_text("")  # made, and about to be written
     with pytest.raises(CheckpointError, match=r"in use by another run \(process unknown\)"):
         lease(tmp_path, timeout=0.2)
 
 
+@pytest.mark.slow
 def test_a_lease_that_is_renewed_is_not_taken_over(tmp_path, monkeypatch):
     renewals = itertools.count()
     (tmp_path / LEASE).touch()

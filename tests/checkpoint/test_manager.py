@@ -99,6 +99,7 @@ class Forwarding:
         return getattr(self._inner, name)
 
 
+@pytest.mark.slow
 @distributed(1)
 def test_an_object_that_forwards_to_another_is_saved_and_loaded_as_that_one(tmp_path):
     model, other = (make(width)[0] for width in (7, 7))
@@ -531,6 +532,7 @@ def test_a_checkpoint_that_was_moved_to_another_disk_is_unlinked_and_stays_there
     verify(moved)
 
 
+@pytest.mark.slow
 def test_two_writers_of_one_directory_are_refused(tmp_path, monkeypatch):
     (tmp_path / ".lock").write_text("1234567890 on the host of an earlier run\n")
     monkeypatch.setattr("weft.checkpoint.manager._LOCK_TIMEOUT_S", 0.2)

@@ -254,6 +254,7 @@ def test_a_disk_that_is_full_before_a_run_begins_is_named_and_leaves_no_lock(tmp
         manager.claim()
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_folder_that_not_all_ranks_see_is_refused_when_a_run_is_claimed(tmp_path):
     probe._SEEN_S = 0.2

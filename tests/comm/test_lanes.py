@@ -236,6 +236,7 @@ class NeverComes:
         return False
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_the_host_s_wait_for_a_device_ends_by_what_the_detector_of_hangs_finds():
     watch = start_hang_detector()

@@ -78,6 +78,7 @@ def test_offloaded_weights_and_gradients_are_awaited_by_the_host_where_the_page_
     assert waits and all("finish_upload" in what or "offload.py" in what for what in waits), waits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 @distributed(2)
 def test_weights_in_memory_of_the_host_may_be_written_after_an_evaluation(strategy):

@@ -158,6 +158,7 @@ def test_large_parameters_and_those_that_are_not_sharded_are_stepped_one_by_one(
         assert bool(noted.on_dtensors) == (len(optimizer.param_groups[0]["params"]) == 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FEW, "SGD, Nesterov"])
 @distributed(2)
 def test_large_parameters_step_over_local_parts_bit_for_bit(name):

@@ -18,6 +18,7 @@ def whole_matrices(parameter: nn.Parameter):
     return weft.TensorAtomic() if parameter.ndim == 2 else None
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_an_atomic_tensor_lies_whole_on_one_rank_and_trains_alike():
     batches = nets.data(3, 4)
@@ -101,6 +102,7 @@ def test_what_cannot_be_cut_so_is_named():
         weft.BlockAtomic(0)
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_muon_on_matrices_that_are_cut_needs_communication():
     net = nets.shard(nets.make())

@@ -95,6 +95,7 @@ def test_an_optimizer_that_steps_between_a_forward_and_its_backward_is_named(str
 # --- a model that is evaluated inside of another's backward -----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
 @nothing_renewed()

@@ -132,6 +132,7 @@ def test_one_rank_adds_up_the_gradients_of_small_units_at_once():
     assert lanes == {"reduce": 2 * DEPTH}
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_step_of_small_units_is_one_message_for_the_weights_and_one_for_the_gradients():
     lanes = Counter()

@@ -127,6 +127,7 @@ REWRITES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("name", REWRITES)
 @distributed(2)

@@ -99,6 +99,7 @@ def loss_of(net: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_units_of_the_same_shape_that_run_on_different_ranks_have_correct_gradients():
     assert_truth(WAYS["each rank another one of two"], 1, strategy="optim_grads")

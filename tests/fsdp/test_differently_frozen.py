@@ -105,6 +105,7 @@ def test_blocks_that_one_rank_has_unfrozen_in_the_step_before_the_last_microbatc
     assert_gradients(net, plain)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_all_ranks_have_frozen_is_not_reduced_from_the_second_step_on():
     net = nets.shard(nets.make())

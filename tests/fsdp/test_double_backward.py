@@ -179,6 +179,7 @@ def test_what_cannot_be_differentiated_twice_says_so():
     check(plain, sharded, penalty_and_loss)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_penalty_that_comes_after_the_memory_plan_says_what_to_do():
     _, sharded = pair()

@@ -58,6 +58,7 @@ def test_a_group_of_one_rank_neither_doubles_nor_overwrites_gradients(strategy):
     torch.testing.assert_close(run, plain)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_reduction_never_writes_where_it_reads():
     seen = []

@@ -39,6 +39,7 @@ def test_deepcopy_is_refused():
         copy.deepcopy(nets.shard(nets.make()))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_freezing_and_unfreezing_after_sharding_counts():
     plain, net = nets.make(), nets.shard(nets.make())

@@ -37,6 +37,7 @@ def step(net, optimizer=None, seed=1) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allocator", ["trace", "caching"])
 @distributed(2, 4)
 def test_at_rest_a_rank_holds_its_share_and_nothing_gathered(allocator):
@@ -72,6 +73,7 @@ def test_at_rest_a_rank_holds_its_share_and_nothing_gathered(allocator):
                 assert memory == 0, f"{unit.name} kept {memory} gathered bytes after {event}"
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_gradients_take_one_share_and_go_with_zero_grad_or_are_reused():
     net = nets.shard(nets.make(width=64, hidden=128))

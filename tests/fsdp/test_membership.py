@@ -132,6 +132,7 @@ def test_adapters_that_are_sharded_after_an_evaluation_train_as_in_one_process(s
             optimizer.step()
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_adapters_on_one_rank_alone_are_refused_there_and_the_pass_can_be_run_without_them():
     plain, net = nets.make(), nets.shard(nets.make())
@@ -194,6 +195,7 @@ def test_parameters_around_sharded_children_that_the_user_takes_care_of_are_left
         (nets.loss_of(net, mine(batch)) * scale).backward()
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_forgotten_root_is_named_though_another_model_s_backward_comes_first():
     batch = nets.data(1, 8)[0]

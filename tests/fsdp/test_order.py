@@ -39,6 +39,7 @@ def gathered_ahead(order: Order, names: list[str], way: str, kind: str = "gather
 # --- gathers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", GATHERED)
 @distributed(2)
 def test_a_unit_is_gathered_while_the_one_before_it_computes(strategy):
@@ -126,6 +127,7 @@ def test_units_that_the_user_names_are_gathered_ahead_in_place_of_the_next():
         assert backward.goes("gather 1", "backward 3", "gather 2", "backward 2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 @distributed(2)
 def test_weights_that_stay_are_gathered_once_in_a_step_of_many_microbatches(strategy):
@@ -376,6 +378,7 @@ def lanes_of(net: Chain) -> set[Lane]:
     return {call.args[0] for call in issued.call_args_list}
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_models_that_share_their_communication_queue_it_on_the_same_lanes():
     one, other = chain(depth=1), chain(depth=1)

@@ -140,6 +140,7 @@ def test_hidden_outputs_train_like_one_process(strategy):
         assert weft.memory_report(net)["transient"]["gathered weights"]["live"] == 0
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_output_dtype_reaches_into_containers_and_refuses_what_it_cannot_replace():
     policy = weft.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)

@@ -108,6 +108,7 @@ def test_adapters_train_on_a_base_whose_payload_alone_is_kept():
     assert gone(net)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_needs_no_values_leaves_the_payload_alone():
     net, x = shard(adapted(), mx(32)), torch.ones(2, WIDTH)
@@ -254,6 +255,7 @@ def test_after_a_first_pass_that_fails_the_payload_alone_is_kept_too():
     assert gone(net)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_two_copies_and_main_weights_in_cpu_memory_keep_exact_values():
     for recipe, options in ((mx(32, compute="scaled"), {}), (mx(32), {"offload_policy": weft.CPUOffloadPolicy()})):
@@ -285,6 +287,7 @@ def test_weights_that_are_unfrozen_have_main_weights_from_then_on():
         assert weft.quantization_shares(net).keys() == {"1"}
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_weights_that_only_one_rank_unfreezes_have_main_weights_on_all():
     net, plain = shard(adapted(), tensorwise()), narrowed(adapted(), tensorwise())

@@ -108,6 +108,7 @@ def test_every_recipe_equals_one_process_that_casts_at_the_same_places(strategy)
         assert net.norm.weight.dtype == compute
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_optimizers_that_need_gradients_in_the_weights_dtype_say_so():
     policy = weft.MixedPrecisionPolicy(BF16, main_params_dtype=BF16, main_grads_dtype=FP32)

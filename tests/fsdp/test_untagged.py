@@ -89,6 +89,7 @@ def test_a_transport_without_tags_changes_nothing(pool, body, ranks, given):
     pool.run(ranks, untagged, body.__module__, body.__name__, given)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_small_units_travel_in_one_group_call_where_the_transport_has_no_tags():
     results, rank, world, logs = [], dist.get_rank(), dist.get_world_size(), []
@@ -113,6 +114,7 @@ def test_small_units_travel_in_one_group_call_where_the_transport_has_no_tags():
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_gather_into_main_weights_is_no_write_to_them_so_that_the_microbatches_of_a_step_share_it():
     transport, gathers = Untagged(), []

@@ -143,6 +143,7 @@ def test_blocks_of_odd_sizes_pad_shards_to_a_multiple_of_them_or_by_one_tensor_a
     assert layout.shard_numel <= most * (1 + 1 / 64) + unit
 
 
+@pytest.mark.slow
 @settings(max_examples=70)
 @given(st.lists(blocks, min_size=1, max_size=4), st.integers(2, 9) | st.just(64))
 @example([(1, 2, 5), (1, 2, 7), (6, 1, 7)], 3)  # cut at two borders the last has no place, at the second alone it has

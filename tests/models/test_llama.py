@@ -82,6 +82,7 @@ def test_logits_and_gradients_are_those_of_llama(options):
     assert not gradients, "every weight of Llama has its counterpart"
 
 
+@pytest.mark.slow
 def test_sequences_longer_than_the_first_rotary_table_agree_with_llama():
     llama, model = pair(noise=0.02, num_attention_heads=2, num_key_value_heads=1)
     rotary = model.decoder.layers[0].self_attention.rotary

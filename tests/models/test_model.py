@@ -115,6 +115,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
     assert not torch.equal(seeded(cfg).embedding.weight, seeded(cfg, seed=1).embedding.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["MG[*E]-", "[+E]/[M-]"])
 def test_two_identical_runs_are_bit_equal(pattern):
     found = []

@@ -58,6 +58,7 @@ def test_losses_of_routers_are_means_over_context_ranks_each_about_its_own_token
     torch.testing.assert_close(loss, without + mean, rtol=1e-6, atol=1e-6)  # router losses are kept in fp32
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_kernels_of_other_packages_are_refused_by_name_and_left_alone_by_auto():
     meshes = weft.init_meshes("cpu", cp=2)

@@ -225,6 +225,7 @@ def test_scores_are_those_of_one_process_and_so_are_losses_of_them():
     same(*([{name: whole(each.grad) for name, each in model.named_parameters()}] for model in models))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_experts_that_are_cut_start_from_the_same_weights_on_the_meta_device():
     cfg, meshes = config("E", shared_expert_intermediate_size=8), weft.init_meshes("cpu", tp=2)
@@ -248,6 +249,7 @@ def test_every_parameter_of_every_kind_of_layer_is_in_the_list():
                 assert name in lies or name.rpartition(".")[0] in lies, (symbol, name)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_step_sends_activations_and_what_is_not_cut_and_no_more():
     """Between layers each rank has half of the positions, and no rank has the scores of all tokens."""

@@ -376,6 +376,7 @@ def test_gradients_of_flat_tensors_are_those_of_the_parameters():
     assert calls == ["once"]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_gradients_of_flat_tensors_span_the_slices_of_tensor_parallelism():
     plain, model = make_alike_sequence(), make_alike_sequence()
@@ -415,6 +416,7 @@ class Complex(nn.Module):
         return (self.linear(x) * self.turn).abs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @distributed(2)
 def test_norms_count_complex_unsharded_and_frozen_gradients(norm_type):

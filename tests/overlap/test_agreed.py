@@ -45,6 +45,7 @@ def test_stages_that_read_different_data_say_so_before_anything_runs(differs):
     forward_backward(model, pairs, schedule="1f1b")  # and after that as if nothing had been
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_ranks_that_share_experts_and_run_different_schedules_say_so():
     cfg = config("[*E][*E]")

@@ -71,6 +71,7 @@ def test_a_microbatch_of_one_token_and_a_capacity_that_leaves_a_half_nothing():
                 assert_close(gradient, expected[name])
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute():
     events = Sequence()

@@ -37,6 +37,7 @@ def test_an_exchange_is_hidden_while_this_rank_computes_and_does_not_wait():
         hidden_fraction([during("compute", 0, 1)])
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 20), st.integers(0, 5))))
 def test_overlap_is_what_counting_moments_gives(pieces):
     intervals = [during(lane, start, start + length) for lane, start, length in pieces]

@@ -48,6 +48,7 @@ def same(one, other):
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_documents_reach_layers_depths_and_loss_of_a_schedule():
     expected = plain(build("M*[*E]/[*-]"), data())
     model = build("M*[*E]/[*-]")

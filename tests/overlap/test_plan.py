@@ -42,6 +42,7 @@ def test_the_peaks_of_a_pipeline_are_those_that_memory_reports(schedule):
     check(shard(build(CFG, meshes, chunks=2), meshes), schedule=schedule)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_the_first_schedule_of_quantized_weights_takes_all_its_memory_from_the_plan():
     policy = weft.MixedPrecisionPolicy(param_quantization=weft.quantize.rowwise())

@@ -27,6 +27,7 @@ def rows(text, ranks):
     return joined
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(tables(), st.integers(60, 200), st.sampled_from([Costs(), Costs(1, 1, 1, pair=0.8), Costs(2, 3, 1)]))
 def test_no_line_is_wider_than_the_terminal_and_nothing_of_a_rank_is_left_out(made, width, costs):

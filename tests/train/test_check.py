@@ -297,6 +297,7 @@ def test_layers_of_a_stage_under_wrong_names():
     assert "decoder.layers.1.self_attention.norm.weight" in said and "on no rank" in said
 
 
+@pytest.mark.slow
 def test_a_message_that_a_rank_does_not_send():
     gather = TensorRanks.gather
 
@@ -307,6 +308,7 @@ def test_a_message_that_a_rank_does_not_send():
     assert "wait for messages that no rank sends" in said and "rank 0: waits for rank 1" in said
 
 
+@pytest.mark.slow
 def test_positions_of_slices_that_begin_anew():
     def local(slices, device):
         return torch.arange(2 * slices.width).expand(slices.whole.batch, -1)
@@ -315,12 +317,14 @@ def test_positions_of_slices_that_begin_anew():
     assert "loss of microbatch 0 on rank 0" in said
 
 
+@pytest.mark.slow
 def test_a_loss_that_each_context_rank_averages_by_itself():
     patch = mock.patch.object(Slices, "mean", lambda slices, loss, labels: loss)
     said = found(2, "[*-]", "sharding.cp=2", patch=patch)
     assert "loss of microbatch 0" in said and "different values along cp" in said
 
 
+@pytest.mark.slow
 def test_a_shared_embedding_whose_gradients_stages_do_not_exchange():
     patch = mock.patch.object(Transport, "swap", lambda transport, tensor: torch.zeros_like(tensor))
     said = found(2, "[*-][*-]", "sharding.pp=2", "model.tie_word_embeddings=true", patch=patch)

@@ -81,6 +81,7 @@ def test_a_global_batch_is_the_same_for_any_number_of_ranks(ranks, microbatch):
         assert sorted(joined(*shares)) == sorted(joined(reference))
 
 
+@pytest.mark.slow
 def test_every_sequence_comes_once_per_epoch():
     source = batches(batch=2)
     for _ in range(3):

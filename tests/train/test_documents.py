@@ -62,6 +62,7 @@ def losses_of(path, changes):
         return packed, total / count
 
 
+@pytest.mark.slow
 def test_the_losses_of_packed_documents_are_those_of_documents_alone(pool, tmp_path):
     changes = ["model.pattern=M*-", *write_documents(tmp_path)]
     path = write_config(tmp_path, train__microbatch_size=2, data__sequence_length=128)

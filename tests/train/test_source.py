@@ -86,6 +86,7 @@ def run_of(folder, *steps, **changes):
     return run
 
 
+@pytest.mark.slow
 def test_a_run_of_tokens_from_elsewhere_is_not_sampled_as_bytes_but_converted_and_given_a_tokenizer(
     published, tmp_path, capsys
 ):

@@ -98,6 +98,7 @@ def test_an_auxiliary_loss_on_scores_that_stay_on_a_module_computed_before_or_af
     right_or_refused(lambda: assert_trains(routed(detached, when), sharded, loss), r"blocks\.\d")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [0, 2])
 @distributed(2)
 def test_an_auxiliary_loss_alone_on_scores_that_stay_on_a_module(known):
@@ -272,6 +273,7 @@ class Collects(Stack):
         return self.last(x), given
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_list_that_block_after_block_fills_is_the_callers_though_it_holds_what_needs_gradients():
     def make() -> Collects:

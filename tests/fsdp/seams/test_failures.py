@@ -225,6 +225,7 @@ def test_a_failed_backward_drops_the_gradients_of_earlier_microbatches(strategy,
             assert_gradients(sharded, plain)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_backward_that_fails_in_the_loss_keeps_the_gradients_of_earlier_microbatches():
     """It has not reached the model: what a plain one keeps is kept, until the calls that the pages name."""

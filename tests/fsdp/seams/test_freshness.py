@@ -181,6 +181,7 @@ BETWEEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "flagged", "way"),
     [("optim", True, "copy_"), ("optim", True, "foreach"), ("optim_grads", False, "of the local part")],
@@ -284,6 +285,7 @@ def test_weights_that_are_written_between_microbatches_on_two_axes(outer):
     assert_gradients(sharded, plain, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", RESIDENT)
 @distributed(2, timeout=40)
 def test_an_optimizer_of_something_else_that_steps_on_one_rank_during_accumulation(strategy):
@@ -300,6 +302,7 @@ def test_an_optimizer_of_something_else_that_steps_on_one_rank_during_accumulati
     assert_gradients(sharded, plain, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", RESIDENT)
 @distributed(2, timeout=40)
 def test_a_write_on_one_rank_is_a_write_on_all(strategy):

@@ -45,6 +45,7 @@ def pair(**options) -> tuple[nets.Net, nets.Net]:
     return plain, sharded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "microbatches", "when"),
     [
@@ -225,6 +226,7 @@ def test_a_gradient_that_the_user_set_between_forward_and_backward_is_added_to()
         assert_gradients(sharded, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "to_none"),
     [("no_shard", False), ("optim", True), ("optim_grads", False), ("optim_grads_params", True)],
@@ -258,6 +260,7 @@ def test_zero_grad_of_an_unsharded_block_between_forward_and_backward():
         assert_gradients(sharded, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_memory_of_gradients_without_references_is_reused(strategy):
@@ -273,6 +276,7 @@ def test_memory_of_gradients_without_references_is_reused(strategy):
     assert all(each == reported[0] for each in reported)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_memory_of_gradients_that_were_held_for_a_while_does_not_add_up():
     _, sharded = pair()

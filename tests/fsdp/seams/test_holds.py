@@ -261,6 +261,7 @@ PATHS: dict[str, Callable[[int], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @all_pairs(strategy=["optim_grads", "optim_grads_params"], path=list(PATHS), child_is_a_unit=[False, True])
 @distributed(2)
 def test_a_module_in_two_units(strategy, path, child_is_a_unit):

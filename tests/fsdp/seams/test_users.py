@@ -120,6 +120,7 @@ def of_blocks(kind: type[nn.Module]) -> Callable[[], Net]:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "known"), list(zip(STRATEGIES, [0, 0, 3, 3])))
 @distributed(2)
 def test_a_penalty_on_weights_that_forward_kept(strategy, known):

@@ -58,6 +58,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nested", "strategy"),
     [

@@ -186,6 +186,7 @@ def test_converting_onto_something_is_refused(there):
         hf.convert(there, there)
 
 
+@pytest.mark.slow
 def test_the_command_converts_and_names_what_is_wrong(there, capsys):
     ours, back = there.parent / "ours", there.parent / "back"
     assert main(["convert", str(there), str(ours)]) == 0

@@ -68,6 +68,7 @@ def test_frequencies_of_older_releases_are_passed_over(tied):
     hf.convert(tied, tied.parent / "ours")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "nemotron_h", "deepseek_v3"])
 def test_experts_in_one_tensor_are_read_and_written_as_they_came(tmp_path, kind):
     theirs = KINDS[kind].make()

@@ -130,7 +130,7 @@ class MainGradients:
             each.sharded.grad = each.gradient.handed
         return self.buffer
 
-    def _apart(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _apart(self, gradient: Any) -> torch.Tensor:
         """Return `gradient`, or a copy if it is in the memory of the main gradients, which may be overwritten."""
         local = local_of(gradient)
         inside = self.buffer is not None and local.untyped_storage().data_ptr() == self._storage.data_ptr()
