@@ -39,7 +39,8 @@ class Interval(NamedTuple):
 
 @dataclass
 class _Entry:
-    """An unfinished interval. Times are seconds (CPU) or CUDA events."""
+    """The record from which `Timeline.intervals` makes an `Interval`. `end`: None until the operation has ended. Times
+    are seconds or, if CUDA was initialized when the recording began, CUDA events."""
 
     lane: str
     label: str
