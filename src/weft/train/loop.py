@@ -275,7 +275,8 @@ class Trainer:
         return complete
 
     def _why_complete(self) -> str | None:
-        """Return why the run is complete, and how to train further. Return None if steps are left to train."""
+        """Return why the run is complete (at its last step, or ended by `train.stop_after`), and how to train further.
+        Return None if it is not complete."""
         step, steps = self.position.step, self.config.train.steps
         if step >= steps:
             why, how, option = f"the run is at step {step} of {steps}", f"train.steps above {step}", "train.steps=N"
