@@ -102,7 +102,7 @@ MUTATIONS = [
     Mutation(
         "a unit computes before its weights have arrived",
         "Unit._wait",
-        "self.tickets[0].wait()",
+        "self.tickets.pop(0).wait()",
         "",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim_grads]",
     ),

@@ -116,7 +116,7 @@ MUTATIONS = [
     Mutation(
         "buffers are not synchronized over ranks",
         "Buffers.after_step",
-        "self.rule == 'own' or not self._buffers or dist.get_world_size() == 1",
+        "self.rule == 'own' or not self._names or dist.get_world_size() == 1",
         "True",
         "train/test_buffers.py::test_the_mean_is_that_of_all_ranks_and_counts_are_those_of_rank_0[2]",
     ),

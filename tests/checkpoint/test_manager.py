@@ -291,7 +291,16 @@ def test_an_optimizer_that_got_its_parameters_by_name_is_no_other_optimizer(tmp_
 
 
 class Logged(torch.optim.AdamW):
-    """As somebody's own, or Fabric's class of an optimizer."""
+    """As a user's own, or Fabric's class of an optimizer."""
+
+
+class Extended(torch.optim.AdamW):
+    """With an option that AdamW does not have."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        for group in self.param_groups:
+            group["more"] = 1.0
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -310,13 +319,15 @@ class Wrapped(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state)
 
 
-def test_the_class_of_an_optimizer_is_that_of_torch_which_it_extends(tmp_path):
+def test_optimizers_that_extend_or_wrap_those_of_torch_are_compared_by_their_options(tmp_path):
     model, optimizer = make(sharded=False)
     step(model, optimizer)
     with CheckpointManager(tmp_path / "adamw") as manager:
         manager.save(1, {"optimizer": OptimizerState(model, optimizer)})
         manager.load({"optimizer": OptimizerState(model, logged := Logged(model.parameters()))})
         assert len(logged.state) == 6
+        with pytest.raises(CheckpointMismatch, match="another optimizer: its options are"):
+            manager.load({"optimizer": OptimizerState(model, Extended(model.parameters()))})
     with CheckpointManager(tmp_path / "wrapped") as manager:
         manager.save(1, {"optimizer": OptimizerState(model, Wrapped(optimizer))})
         manager.load({"optimizer": OptimizerState(model, torch.optim.AdamW(model.parameters()))})

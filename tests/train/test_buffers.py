@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.pool import distributed
 from tests.train.command import assert_same_contents, contents
@@ -89,6 +90,14 @@ def changed_to_own(folder):
     begun = statistics(again)
     again.run()
     return before, begun, statistics(again), statistics(trained(folder, "own", 4, resume=True, run=False))
+
+
+@distributed(1)
+def test_buffers_inside_of_recomputed_blocks_have_the_names_of_others():
+    model = nn.ModuleDict({"seen": nn.BatchNorm1d(3), "block": checkpoint_wrapper(nn.BatchNorm1d(3))})
+    names = Buffers(model, "own").state_dict()["buffers"].keys()
+    assert {name.partition(".")[0] for name in names} == {"seen", "block"}
+    assert not any("_checkpoint_wrapped_module" in name for name in names)
 
 
 @pytest.mark.slow

@@ -36,9 +36,11 @@ def path_of(directory: Path, step: int) -> Path:
 def committed_steps(directory: Path) -> list[int]:
     """Return the steps of the committed checkpoints in `directory`, oldest first, or `[]` if `directory` does not
     exist."""
+    if not directory.is_dir():
+        return []
     try:
         matches = [_COMMITTED.fullmatch(path.name) for path in directory.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):  # or another rank has just removed it
+    except FileNotFoundError:  # another rank has just removed it
         return []
     return sorted(int(match[1]) for match in matches if match)
 

@@ -339,8 +339,9 @@ class CheckpointManager:
         check_names(state)
         flat: dict[str, Any] = {}
         for name, value in state.items():
-            check_loadable(name, value)
-            flat |= flatten(state_dict_of(name, value), self._prefix(name, value, self.rank))
+            found = state_dict_of(name, value)
+            check_loadable(name, value, found)
+            flat |= flatten(found, self._prefix(name, value, self.rank))
         return flat
 
     @staticmethod

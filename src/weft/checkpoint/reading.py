@@ -75,11 +75,13 @@ class Reader(dcp.FileSystemReader):
         except (CheckpointError, MemoryError):
             raise
         except Exception as error:
-            if "can't allocate memory" in str(error):
+            if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
                 raise
             raise CheckpointError(f"{self.checkpoint} cannot be used: {key} in {name}: {one_line(error)}") from error
         try:
             target.copy_(part)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:  # of the state: the checkpoint is not damaged
             raise RuntimeError(f"{key} of {self.checkpoint} cannot be loaded: {one_line(error)}") from error
         planner.commit_tensor(item, target)

@@ -269,10 +269,11 @@ def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _class_name(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name of the class of torch.optim that the class of `optimizer` is or extends, as flat optimizers do.
-    Return None for others, such as a class that wraps optimizers of any class."""
-    classes = (each for each in type(optimizer).__mro__ if each is not torch.optim.Optimizer)
-    return next((each.__name__ for each in classes if each.__module__.startswith("torch.optim.")), None)
+    """Return the name of the class of `optimizer`; for a flat optimizer, of the class that it replaces. Return None for
+    a class that is not of torch.optim: it may wrap an optimizer of any class, or have options and state of its own."""
+    cls = type(optimizer)
+    cls = cls.__bases__[-1] if isinstance(optimizer, FlatOptimizer) else cls
+    return cls.__name__ if cls.__module__.startswith("torch.optim.") else None
 
 
 def _keep_dtypes(stored: Mapping[str, Any], loaded: dict[str, Any]) -> None:
@@ -321,17 +322,14 @@ def check_names(names: Iterable[str]) -> None:
             raise ValueError(f"the state's name {name!r} contains a dot: choose a name without one")
 
 
-def check_loadable(name: str, value: Any) -> None:
-    """Raise TypeError if `value` is an optimizer itself. Before its first step, in a new process, it has no state that
-    a load could fill. `name`: its name in the state. Optimizers with a `state_dict` of their own are not refused."""
-    if isinstance(value, torch.optim.Optimizer) and type(value).state_dict in _OF_STEPS:
+def check_loadable(name: str, value: Any, state: Mapping[str, Any]) -> None:
+    """Raise TypeError if `value`, whose state dict is `state`, is an optimizer with torch's state dict. In a new
+    process, before its first step, it has no state that a load could fill. `name`: its name in the state to save."""
+    if isinstance(value, torch.optim.Optimizer) and {"state", "param_groups"} <= state.keys():
         raise TypeError(
             f"the state {name!r} is of type {type(value).__name__}: pass weft.checkpoint.OptimizerState(model, "
             f"optimizer), which a new process can load, on any number of ranks"
         )
-
-
-_OF_STEPS = (torch.optim.Optimizer.state_dict, FlatOptimizer.state_dict)
 
 
 def state_dict_of(name: str, value: Any) -> Mapping[str, Any]:

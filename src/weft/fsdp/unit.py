@@ -89,13 +89,10 @@ class Unit:
         self.backward = False  # whether the current or next gather is of the copy for backward, if `two_copies`
         self.policy = policy
         self.name, self.number = "", 0
-        self.channels: Channels = None  # type: ignore[assignment]
-        """Set when the runtime of the model is created."""
-        self.serial = next(_serials)
-        """The unit's number among all units of the process. It is the same on all ranks that build the same models."""
+        self.channels: Channels = None  # type: ignore[assignment]  # set when the runtime of the model is created
+        self.serial = next(_serials)  # among all units of the process: equal on ranks that build the same models
         self.state = State.AT_REST
-        self.resident = False
-        """Whether the full weights are here or on the way: `state is not AT_REST`, but faster to check."""
+        self.resident = False  # whether full weights are here or on the way: `state is not AT_REST`, but faster
         self.holders: dict[Any, None] = {}
         self._shows_full = False  # whether the full parameters are registered
         self.tied: dict[Unit, str] = {}
@@ -159,7 +156,7 @@ class Unit:
     def lose(self) -> None:
         """Undo a gather that failed, so that the next use gathers all groups."""
         while self.tickets:  # they write to memory that is freed below
-            with suppress(Exception):  # the caller raises the error that led here
+            with suppress(BaseException):  # the caller raises the error that led here
                 self.tickets.pop().wait()
         for group in self._coming:
             group.lose()
@@ -361,13 +358,16 @@ class Unit:
 
     def _arrive(self) -> None:
         if self.state is State.ON_THE_WAY:
-            self._wait(self.groups)
+            try:
+                self._wait(self.groups)
+            except BaseException:
+                self.lose()
+                raise
             self.state = TRANSITIONS.get((self.state, "arrive")) or self._refuse("arrive")
 
     def _wait(self, groups: Sequence[ParameterGroup]) -> None:
         while self.tickets:
-            self.tickets[0].wait()  # if it raises, `lose` waits for the others
-            del self.tickets[0]
+            self.tickets.pop(0).wait()  # if it raises, `lose` waits for the others
         for group in groups:
             group.complete_gather()
 

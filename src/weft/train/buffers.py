@@ -49,8 +49,8 @@ class Buffers:
     def __init__(self, model: nn.Module, rule: Rule) -> None:
         self.rule = rule
         saved = {plain_name(name) for name in model.state_dict()}
-        self._buffers = {
-            name: buffer
+        self._names = {
+            plain_name(name): name
             for name, buffer in model.named_buffers()
             if plain_name(name) in saved and not isinstance(buffer, DTensor) and buffer.numel()
         }
@@ -61,11 +61,11 @@ class Buffers:
     @property
     def are_saved(self) -> bool:
         """Whether a checkpoint holds the buffers of each rank."""
-        return self.rule == "own" and bool(self._buffers)
+        return self.rule == "own" and bool(self._names)
 
     def after_step(self) -> None:
         """Make the buffers equal on all ranks by the rule "broadcast" or "mean". With "own", do nothing. Collective."""
-        if self.rule == "own" or not self._buffers or dist.get_world_size() == 1:
+        if self.rule == "own" or not self._names or dist.get_world_size() == 1:
             return
         groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
         for buffer in self._now():
@@ -83,7 +83,7 @@ class Buffers:
 
     def _now(self) -> Iterator[torch.Tensor]:
         known = dict(self._model.named_buffers())  # a module may have assigned a new tensor to a buffer
-        return (known[name] for name in self._buffers)
+        return (known[name] for name in self._names.values())
 
     def prepare_load(self, stored: Mapping[str, Any]) -> None:
         """Note whether the checkpoint holds the buffers of every rank. `stored`: the entries of these buffers. Without
@@ -92,10 +92,10 @@ class Buffers:
 
     def state_dict(self) -> dict[str, Any]:
         absent, self._are_absent = self._are_absent, False  # for one load only
-        return {} if absent else {"buffers": {name: buffer.clone() for name, buffer in zip(self._buffers, self._now())}}
+        return {} if absent else {"buffers": {name: buffer.clone() for name, buffer in zip(self._names, self._now())}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, buffer in zip(self._buffers, self._now()) if state else ():
+        for name, buffer in zip(self._names, self._now()) if state else ():
             buffer.copy_(state["buffers"][name])
 
     def load_from_other_ranks(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:

@@ -51,7 +51,7 @@ class Source:
         for place in (path.resolve(), Path(os.path.abspath(path))):
             folder = place.parent.parent / CHECKPOINTS
             named = {path_of(folder, step): step for step in committed_steps(folder)}
-            if place in named and os.path.samefile(place, path):
+            if place in named and place.exists() and os.path.samefile(place, path):
                 self.run, self.step = folder.parent, named[place]
         if self.run is None or not (self.run / CONFIG).is_file():
             raise ConfigError(

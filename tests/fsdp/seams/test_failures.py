@@ -517,6 +517,37 @@ def test_held_weights_whose_renewal_found_no_memory_are_gathered_by_the_next_pas
         torch.testing.assert_close(model(rows), plain(rows))
 
 
+class Lost:
+    """A message that ends with an error, however often one waits for it."""
+
+    def __init__(self, ticket):
+        self.ticket = ticket
+
+    def wait(self):
+        self.ticket.wait()
+        raise Oops
+
+
+@distributed(2)
+def test_weights_whose_message_failed_on_the_way_are_gathered_again():
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, rows = copy.deepcopy(plain), torch.ones(2, 4)
+    for module in (*model, model):
+        weft.fully_shard(module)
+    model(rows).sum().backward()
+    model.zero_grad()
+    unit = unit_of(model[1])
+    unit.prefetch()
+    unit.tickets = [Lost(ticket) for ticket in unit.tickets]
+    with pytest.raises(Oops):
+        model(rows)
+    assert unit.state is State.AT_REST and not unit.tickets
+    for net in (plain, model):
+        net(rows).sum().backward()
+    for mine, each in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(nets.full(mine.grad), each.grad)
+
+
 @distributed(2)
 def test_a_shared_message_for_which_there_is_no_memory_takes_none():
     plain = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
