@@ -49,12 +49,11 @@ test: install lint
 test-fast: install lint
 	$(BIN)/python $(TESTS) --durations-min 0.5 -m 'not slow and not long'
 
-# A third process works while programs of the other two wait.
 test-long: install
-	$(BIN)/python $(TESTS) --numprocesses 3 -m long --ignore tests/ecosystem
+	$(BIN)/python $(TESTS) -m long --ignore tests/ecosystem
 
 test-ecosystem: install $(OTHERS)/.installed
-	WEFT_ECOSYSTEM=1 $(OTHERS)/bin/python $(TESTS) --numprocesses 3 tests/ecosystem
+	WEFT_ECOSYSTEM=1 $(OTHERS)/bin/python $(TESTS) tests/ecosystem
 
 # What it has hides what is above: torchtitan wants some older.
 $(OTHERS)/.installed: $(STAMP) requirements-ecosystem.txt

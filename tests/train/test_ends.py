@@ -214,7 +214,10 @@ def test_a_copy_in_memory_is_not_said_to_be_a_checkpoint(tmp_path, monkeypatch, 
 
 def listening(pid):
     """Addresses, as the kernel writes them, on which a process listens."""
-    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    links = []
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed in between, as files of a run that trains are
+            links.append(os.readlink(file))
     own = {match[1] for link in links if (match := re.fullmatch(r"socket:\[(\d+)\]", link))}
     found = []
     for family in ("tcp", "tcp6"):
