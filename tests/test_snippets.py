@@ -171,7 +171,7 @@ def test_the_python_of_the_pages_runs(read):
     assert hf.config_of(read / "again") == hf.config_of(read / "theirs")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_every_configuration_of_a_page_trains(reader):
     with standing_in(reader):

@@ -102,6 +102,7 @@ def a_model_set_from_whole_tensors(fsdp):
     return [*numbers, whole(other)], [facts_of(state), kinds(other), list(report.missing_keys)]
 
 
+@pytest.mark.long
 @distributed(2)
 def test_whole_state_dicts_are_got_and_a_model_is_set_from_one():
     assert_same(whole_on_rank_0)

@@ -145,7 +145,7 @@ def test_every_strategy_microbatches_and_an_outer_axis():
         compare(plain, net, mesh, batches, microbatches=2, on_microbatch=net.set_is_last_backward)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_bf16_computation_and_recomputation_run_on_the_slices():
     mesh = meshes()

@@ -154,7 +154,7 @@ class Live(TorchDispatchMode):
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["optim_grads_params", pytest.param("optim", marks=pytest.mark.slow)])
 @distributed(2)
 def test_construction_needs_one_and_a_half_units_and_gives_the_values_of_a_plain_model(strategy):

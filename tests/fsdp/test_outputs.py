@@ -115,7 +115,7 @@ class Chain(nn.Module):
         return self.second.wrap(x)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_hidden_outputs_train_like_one_process(strategy):

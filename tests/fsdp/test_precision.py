@@ -189,7 +189,7 @@ class Decays(nn.Module):
         return self.head(x.float())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_units_that_mix_dtypes_equal_one_process():
     ranks = dist.get_world_size()

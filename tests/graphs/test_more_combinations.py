@@ -49,7 +49,7 @@ def test_attention_in_a_window_reads_its_mask_from_a_replay():
     assert scopes["attn"]["replays"], scopes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_what_is_recomputed_from_a_gather_on_is_eager_by_name():
     cfg = dataclasses.replace(config("[*-]", recompute=BOTH), num_key_value_heads=2)

@@ -123,7 +123,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_scopes_whose_shapes_depend_on_values_are_refused_by_name():
     for more, scope, words in REFUSED:

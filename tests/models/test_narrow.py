@@ -127,7 +127,7 @@ def test_stages_and_schedules_with_delayed_weight_gradients_equal_one_process():
     assert_gradients(parts, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_experts_of_other_ranks_equal_one_process():
     tokens, labels = torch.randint(CFG.vocab_size, (2, 4, 8), generator=torch.Generator().manual_seed(1))

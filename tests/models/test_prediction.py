@@ -177,7 +177,7 @@ def test_the_trunk_is_walked_once_whoever_reads_it(recompute):
     assert_close({name: weight.grad for name, weight in model.named_parameters()}, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_the_trunk_is_walked_once_where_it_is_sharded_and_overlapped():
     meshes = init_meshes("cpu", ep=2)

@@ -185,7 +185,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed()
 @pytest.mark.parametrize(
     "ranks, chosen", [(2, "all experts"), (2, "half of them"), pytest.param(4, "half of them", marks=pytest.mark.long)]

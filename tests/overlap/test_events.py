@@ -239,7 +239,7 @@ def test_each_delayed_product_runs_in_its_slot(recompute):
     assert not recorded(model, data(3), overlap=False).products
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_each_delayed_product_of_a_sharded_model_runs_in_its_slot():
     meshes = weft.init_meshes("cpu", ep=2)

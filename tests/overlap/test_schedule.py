@@ -133,7 +133,7 @@ def test_a_scaled_loss_scales_gradients_and_validation_may_come_between():
     same(gradients(model), whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_a_factor_for_each_microbatch_gives_the_mean_over_all_tokens():
     """The loss of one process on all microbatches of all ranks as one batch, whichever labels are ignored."""
@@ -391,7 +391,7 @@ class Plain(nn.Module):
         return hidden
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wrong_calls_are_refused_with_the_fix():
     model = HybridModel(dataclasses.replace(CFG, pattern="[*E][*-]"))
     batch = torch.randint(CFG.vocab_size, (2, 2, 6)).unbind()

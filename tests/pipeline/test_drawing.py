@@ -71,7 +71,7 @@ def test_a_long_schedule_becomes_one_letter_an_action():
     assert "P--P--P--" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_a_very_long_schedule_the_beginning_is_drawn_and_one_without_end_is_refused(tmp_path, capsys):
     whole = drawn(check(table("1f1b", ranks=2, microbatches=20)))
     lines = drawn(check(table("1f1b", ranks=2, microbatches=5000))).splitlines()

@@ -146,7 +146,7 @@ def resume_in_vain(path, directory):
     return [*found, written(directory)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resume_that_saves_nothing_keeps_the_recorded_settings(pool, tmp_path):
     path = stopped(pool, tmp_path)
     before, done, diverged, saved = pool.run(1, resume_in_vain, path, tmp_path / "run")[0]
@@ -255,7 +255,7 @@ def write_tokenizer(path, first=0):
     tokenizer.save(str(path))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_texts_and_a_tokenizer_may_move_and_be_no_others(pool, tmp_path):
     path = write_config(tmp_path, train__steps=4, train__validate_every=0, data__validation_fraction=0.05)
     (tmp_path / "a").mkdir()

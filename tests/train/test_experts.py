@@ -58,6 +58,7 @@ def test_overlapped_training_of_spread_experts_is_training_in_one_process(pool, 
     assert len(exchanged) == 5 * 2 and all(0 < rows < assignments < 8 * 16 * 2 for assignments, rows in exchanged)
 
 
+@pytest.mark.long
 def test_loads_are_those_of_the_step_that_is_logged(pool, tmp_path):
     kept = {name: value for name, value in SETTINGS.items() if not name.startswith(("model__expert_b", "train__"))}
     path = write_config(tmp_path, **kept, train__validate_every=0, train__log_every=2, checkpoint__every=0)

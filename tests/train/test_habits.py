@@ -129,7 +129,7 @@ def losses_told(path, folder, losses, resume_from=None):
     return trainer.position.step, said, (folder / "report.html").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards(pool, tmp_path):
     path = write_config(
         tmp_path,

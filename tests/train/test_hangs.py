@@ -90,7 +90,7 @@ class SilentStore:
         time.sleep(60)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_a_store_that_does_not_answer_after_the_meeting_is_named():
     start_hang_detector()  # it has its store

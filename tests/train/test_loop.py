@@ -152,7 +152,7 @@ def test_on_the_same_ranks_a_run_resumes_bit_for_bit(pool, tmp_path):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bf16_trains_like_fp32_within_its_precision(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=0)
     fp32, bf16 = (
@@ -357,7 +357,7 @@ def test_a_run_that_is_interrupted_before_its_first_step_leaves_no_directory(poo
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_step_is_chosen_after_the_directory_is_locked(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=0, checkpoint__every=1)
     pool.run(1, train_on, path, tmp_path / "run", stop_at=3)

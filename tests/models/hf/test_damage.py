@@ -242,7 +242,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fifty_kinds_of_damage_are_each_one_line_that_names_the_file(sound, tmp_path, capsys):
     assert len(DAMAGES) >= 80
     unnamed = {}
