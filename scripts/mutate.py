@@ -1,6 +1,6 @@
 """Checks that tests find bugs: each named mutation of the source must make a named test fail within a time limit.
 
-    python scripts/mutate.py [--jobs 3] [--after-tests] [--list] [NAME ...]
+    python scripts/mutate.py [--jobs 2] [--after-tests] [--list] [NAME ...]
 
 A mutation is applied to a copy of `src` in a temporary folder, and its test runs against that copy in a separate
 process. Before that, all named tests must pass against an unchanged copy. With `--after-tests`, for a checkout whose
@@ -95,7 +95,7 @@ def main() -> int:
     """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(description="Mutants of the source that a named test must kill.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="of the mutations to try; all by default")
-    parser.add_argument("--jobs", type=int, default=3, help="mutants to try at a time (default: 3)")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants to try at a time (default: 2)")
     parser.add_argument("--after-tests", action="store_true", help="all tests have passed: run one of each file again")
     parser.add_argument("--list", action="store_true", help="print the names, and what does not fit the source")
     arguments = parser.parse_args()
