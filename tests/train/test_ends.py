@@ -240,7 +240,7 @@ def test_a_stopped_rank_is_named_and_ranks_listen_on_loopback_only(tmp_path):
         assert addresses, "gloo listens somewhere"
         assert set(addresses) <= {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
         os.kill(ranks[1], signal.SIGSTOP)
-        output, errors = process.communicate(timeout=90)
+        output, errors = process.communicate(timeout=30)
     assert process.returncode == 1, output
     assert "no progress for 5 s (train.watchdog): rank 1 does not run or cannot be reached" in errors
     assert "Traceback" not in errors

@@ -225,7 +225,7 @@ class CheckpointManager:
             which = "no checkpoint" if step is None else f"no checkpoint of step {step} (existing steps: {steps})"
             raise CheckpointError(f"{self.directory} holds {which}")
         if step is not None:
-            step = steps[steps.index(step)]  # an int, whatever kind of number it was
+            step = int(step)  # it may be a tensor or a number of numpy
             self._load(state, step)
             if step < steps[-1]:
                 self._spared |= set(steps)
@@ -374,7 +374,7 @@ class CheckpointManager:
             self._write(step, staged, committed)
         except BaseException as error:
             self._error = error
-            if not threading.main_thread().is_alive():  # the program has ended: nobody asks for the error
+            if not threading.main_thread().is_alive():  # the program has ended: no later call raises the error
                 print(f"the checkpoint of step {step} is not saved: {one_line(error)}", file=sys.stderr)
 
     def _write(self, step: int, staged: Staged, committed: Callable[[], None]) -> None:
