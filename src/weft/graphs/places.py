@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.fsdp.gradients.direct import originals
 
@@ -19,12 +18,12 @@ Ranges = list[tuple[int, int, bool]]
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-_constants = WeakIdKeyDictionary()
+_constants: list[Tensor] = []
 
 
 def constant(tensor: Tensor) -> Tensor:
-    """Return `tensor`, which captured functions may read from now on. It must never be written, moved or freed."""
-    _constants[tensor] = True
+    """Return `tensor`, which captured functions may read from now on. It is never freed, and must not be written."""
+    _constants.append(tensor)
     return tensor
 
 
