@@ -5,10 +5,11 @@ import torch
 
 from tests.train.command import metrics, write_config
 from weft.cli import main
-from weft.train.config import load_config
+from weft.train.config import load_config, parse_config
 from weft.train.errors import ConfigError
-from weft.train.evaluate import evaluate, validate
+from weft.train.evaluate import evaluate, for_one_process, validate
 from weft.train.loop import train
+from weft.train.sections.sharding import ShardingConfig
 
 
 def train_to_the_end(path):
@@ -119,6 +120,22 @@ def test_an_average_that_the_run_did_not_keep_is_refused(tmp_path):
     write_config(tmp_path).rename(tmp_path / "config.toml")
     with pytest.raises(ConfigError, match=r"--ema: the run kept no moving average .* leave it out"):
         evaluate(tmp_path, average=True, overrides=[])
+
+
+SHARDED = [
+    ("[*-]|[*-]", ("sharding.pp=2", "sharding.cp=2", "model.context_attention=heads", "sharding.dp_replicate=2")),
+    ("[*E][*E]", ("sharding.ep=2", "train.overlap=true", "train.halves=true", "train.delay_wgrad=true")),
+    ("[*-][*-]", ("sharding.tp=2", "sharding.strategy=optim", "train.compile=blocks", "sharding.graphs=['attn']")),
+]
+
+
+@pytest.mark.parametrize(("pattern", "changes"), SHARDED)
+def test_what_only_a_sharded_run_may_have_is_left_out_in_one_process(pattern, changes):
+    config = parse_config("", [f"model.pattern={pattern}", "train.microbatch_size=2", *changes])
+    config.validate(8)
+    alone = for_one_process(config)
+    alone.validate(1)
+    assert alone.sharding == ShardingConfig() and alone.model.pattern == pattern
 
 
 @pytest.mark.parametrize("command", ["eval", "report"])

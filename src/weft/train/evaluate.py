@@ -126,16 +126,7 @@ def evaluate(
     config = load_config(run / CONFIG, overrides)
     _refuse_without_effect(overrides, config)
     require_trust(run, config, overrides, trust=trust, asked=str(run))
-    loop = dataclasses.replace(
-        config.train,
-        pipeline_schedule="",
-        overlap=False,
-        delay_wgrad=False,
-        early_release=False,
-        halves=False,
-        compile="",
-    )
-    config = dataclasses.replace(config, sharding=ShardingConfig(), train=loop)
+    config = for_one_process(config)
     config.validate(1)
     if average and not config.train.ema_decay:
         raise ConfigError("--ema: the run kept no moving average of its weights (train.ema_decay = 0.0); leave it out")
@@ -157,6 +148,23 @@ def evaluate(
         say(f"computing the validation loss of step {taken}")
     with averages.in_place() if averages is not None else nullcontext():
         return {"step": taken, **validate(task, device, lambda: None)}
+
+
+def for_one_process(config: TrainConfig) -> TrainConfig:
+    """Return `config` without sharding, and without the settings that only a sharded run may have."""
+    model, loop = config.model, config.train
+    loop = dataclasses.replace(
+        loop,
+        pipeline_schedule="",
+        overlap=False,
+        delay_wgrad=False,
+        early_release=False,
+        halves=False,
+        compile="",
+    )
+    if isinstance(model, HybridConfig):
+        model = dataclasses.replace(model, context_attention="gather")
+    return dataclasses.replace(config, sharding=ShardingConfig(), train=loop, model=model)
 
 
 def _refuse_without_effect(overrides: list[str], config: TrainConfig) -> None:
