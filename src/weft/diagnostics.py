@@ -47,8 +47,8 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
     The report includes sharded modules that you have since replaced in the model, as long as they exist. Raises
     ValueError for a model without sharded modules.
 
-    `persistent`: a dict of the bytes that are always allocated on the device: "weights", "gradients" and, if weights
-    are quantized, "quantized weights" (with their scales). `offloaded`: a dict of the bytes in CPU memory, with
+    `persistent`: a dict of the bytes that stay allocated on the device: "weights", "gradients" and, if weights are
+    quantized, "quantized weights" (with their scales). `offloaded`: a dict of the bytes in CPU memory, with
     `CPUOffloadPolicy`: "weights" and "gradients". `transient`: a dict with the keys "gathered weights" and "partial
     gradients". Each of its values is a dict with these keys. If the model has several roots, each number is their sum:
 
@@ -254,7 +254,7 @@ def _transient(pools: list[Pool]) -> dict[str, int]:
 
 
 def _persistent_weights(group: ParameterGroup) -> dict[int, int]:
-    """Return the bytes of the weights that are always kept on this rank, by address of the memory."""
+    """Return the bytes of the weights that stay allocated on this rank, by address of the memory."""
     storages = [buffer.storage for buffer in (group.main_weight, *group.copies)]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 

@@ -18,7 +18,7 @@
                          `TokensDamaged`
     debugging                                                       `StreamOrderError`
 
-Any other argument with a wrong value or type raises a plain ValueError or TypeError.
+Most other arguments with a wrong value or type raise a plain ValueError or TypeError.
 """
 
 __all__ = [
@@ -53,7 +53,7 @@ class WeftError(Exception):
 class CollectiveMismatch(WeftError, RuntimeError):
     """Ranks differ in their collectives, models or arguments, or a rank stopped while others waited for it.
 
-    The message says how the ranks differ.
+    The message says how the ranks differ, or which rank stopped.
     """
 
 
@@ -116,7 +116,7 @@ class KernelError(WeftError, RuntimeError):
 
 
 class ConfigError(WeftError, ValueError):
-    """A setting is wrong. The message is one line: the value, the rule that it breaks, and the fix."""
+    """A setting, a path or an argument of the trainer is wrong. The message says what is wrong and how to fix it."""
 
 
 class NotReadable(WeftError, ValueError):

@@ -1,8 +1,9 @@
 """`drop_in()`: replaces torch's FSDP2 with weft in programs whose imports cannot be changed.
 
-Code that looks up `torch.distributed.fsdp.fully_shard` finds weft's function. Libraries that have already imported
-torch's function get weft's too. Only torch's private modules, which define torch's function, keep it. Policies are not
-replaced, because weft accepts torch's. Checkpoints, optimizers, clipping and Distributed State Dicts need no
+Code that looks up `torch.distributed.fsdp.fully_shard` finds weft's function. The global names of modules that have
+already imported torch's function are replaced too, except in the private modules of torch that define it. Other
+references, such as attributes of classes and default arguments, keep torch's function. Policies are not replaced,
+because weft accepts torch's. Checkpoints, optimizers, clipping and Distributed State Dicts need no
 replacement.
 """
 
@@ -55,7 +56,8 @@ class DropIn:
 
 def drop_in() -> DropIn:
     """Replace torch's `fully_shard`, `FSDPModule`, `UnshardHandle`, `register_fsdp_forward_method` and `share_comm_ctx`
-    with weft's, in all imported modules.
+    with weft's, in the global names of all imported modules. Other references, such as attributes of classes, keep
+    torch's objects.
 
     The replacement lasts until the process ends, until a block `with weft.drop_in() as replaced:` ends, or until
     `undo()` of the result is called. Call `drop_in` before you shard anything. Libraries may be imported before the

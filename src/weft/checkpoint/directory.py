@@ -9,7 +9,7 @@
         .lock                         held by rank 0 of the run that writes here
         .run                          the run's identity; each manifest of format 3 contains it too
 
-A folder without a suffix is a committed checkpoint: only the rename at the end of `commit` creates such a name.
+A folder without a suffix is a committed checkpoint: weft creates such a name only by the rename at the end of `commit`.
 """
 
 import os

@@ -106,8 +106,8 @@ class CheckpointManager:
     def claim(self) -> None:
         """Become the only writer of the directory until `close`, and remove leftovers of killed saves and deletions.
 
-        Calling `claim` is optional, because the first `save` claims the directory too. But only `claim` tries every
-        file operation of a save with a small test file, so that a run learns before training whether it can save.
+        Calling `claim` is optional, because the first `save` claims the directory too. But only `claim` tries the file
+        operations of a save with a small test file, so that a run learns before training whether it can save.
 
         Raises CheckpointError if another run still holds the directory after 30 seconds, if the test file cannot be
         written and read, or if a rank does not see this file. Raises StorageError if another file operation fails, for

@@ -1,8 +1,8 @@
 """Copies the state of a run, so that a background thread can write the copy while training continues.
 
 Distributed Checkpoint divides the state into items (`WriteItem`). An item is either a box, which is a rectangular part
-of a tensor, or other data. Each rank copies the items that it holds, so every kind of sharded tensor that Distributed
-Checkpoint supports can be copied.
+of a tensor, or other data. Each rank copies the items that it holds, so all sharded tensors that Distributed Checkpoint
+supports can be copied if their parts are dense.
 """
 
 import io

@@ -21,8 +21,9 @@ from weft.words import listed
 class Stateful(Protocol):
     """The protocol of objects that can be in a checkpoint.
 
-    A load calls `state_dict`, and fills the returned tensors in place. Then the load calls `load_state_dict` with a
-    dictionary of the same structure, which contains these tensors and the other stored values.
+    A load calls `state_dict`, and fills the tensors that are values of the returned dictionary, or of dictionaries in
+    it, in place. Then the load calls `load_state_dict` with a dictionary of the same structure, which contains these
+    tensors and the other stored values.
 
     The other members are optional. A load calls `prepare_load(stored)` before `state_dict`. `stored` maps the key of
     each stored entry of the object to the metadata of the entry. After `state_dict`, and before any tensor is filled, a
@@ -60,7 +61,10 @@ class ModelState:
 
 
 class OptimizerState:
-    """An optimizer's state by parameter name. The state can be loaded on any number of ranks, with any sharding.
+    """An optimizer's state by parameter name.
+
+    The state can be loaded on any number of ranks, with any sharding, if each of its tensors is a DTensor or equal on
+    all ranks.
 
     An optimizer of `weft.optim.flat` saves the same state as the torch optimizer that it replaces. Each can load what
     the other saved, if both have the same parameter groups.

@@ -20,7 +20,7 @@ from typing import IO, Any
 from weft.errors import ConfigError, StorageError
 
 UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK, errno.EISDIR, errno.EBADF}
-"""The error numbers of operations that a file system does not support. Other failures have other numbers."""
+"""The error numbers with which file systems refuse operations that they do not support."""
 
 
 def before(name: str, path: str) -> None:
@@ -142,8 +142,7 @@ def written(path: Path, mode: str = "wb") -> Iterator[WrittenFile]:
 def flush_directory(directory: Path) -> None:
     """Make the names in `directory` survive a crash of the machine, as `fsync` does for the content of files.
 
-    FUSE and CIFS may refuse `fsync` of folders. Then `os.sync` flushes all file systems, which is equally safe but
-    slower.
+    FUSE and CIFS may refuse `fsync` of folders. Then `os.sync` flushes all file systems, which is slower.
     """
     with operation("fsync", directory):
         try:

@@ -39,7 +39,7 @@ def draw(options: argparse.Namespace) -> int:
 
 
 def _check_size(options: argparse.Namespace, *, picture: bool) -> None:
-    """Raise ValueError for tables that would take minutes to draw, or whose boxes would be smaller than a pixel."""
+    """Raise ValueError for tables that are too large to simulate, or to draw as a picture."""
     actions = 2 * (options.chunks or 1) * (options.microbatches or 1)  # at least this many on a rank
     wanted = f"--microbatches {options.microbatches}"
     if actions * (options.pp or 1) > _MOST_ACTIONS:

@@ -1,7 +1,7 @@
 """Context parallelism: the rows of a batch are cut over the ranks of a mesh axis, and layers exchange tensors.
 
 With cp ranks, every row is cut into 2 x cp equal slices. Rank r has slices r and 2 x cp - 1 - r, so that causal
-attention is the same amount of work on each rank. With cp = 2:
+attention over whole rows is the same amount of work on each rank. With cp = 2:
 
     row        0 0 1 1 2 2 3 3        the number of each position's slice
     rank 0     0 0 3 3

@@ -34,9 +34,9 @@ class HybridModel(nn.Module):
     """A language model: an embedding, the layers that `cfg.pattern` describes, and a head that scores the next token.
 
     The pattern may also describe prediction depths (multi-token prediction). With tied embeddings, the head uses the
-    weight of the embedding. Initial weights depend only on the seed, the dtype and the type of device, not on `meshes`.
-    If the model is built on the meta device, they do not depend on the order in which you materialize its modules
-    (`to_empty` and `reset_parameters`).
+    weight of the embedding. Initial weights depend only on `cfg`, the seed, the dtype and the type of device, not on
+    `meshes`. If the model is built on the meta device, they do not depend on the order in which you materialize its
+    modules (`to_empty` and `reset_parameters`).
 
     With a pipeline (`meshes.pp`), this rank has only some stages of the model. If the pattern has `|`, each segment of
     the pattern is a stage. Otherwise the layers are cut into stages of about equal cost. Parameters have the same names

@@ -4,8 +4,9 @@
     "mean"        after each step all ranks take the mean, but take buffers without a floating-point dtype from rank 0
     "own"         each rank keeps its own buffers, and a checkpoint holds the buffers of every rank
 
-With "broadcast" and "mean", these buffers are equal on all ranks, so validation and checkpoints do not depend on the
-rank. These rules apply after every step, not only before a save, so that a resumed run equals an uninterrupted one.
+With "broadcast" and "mean", these buffers are equal on all ranks after a step, so validation and checkpoints do not
+depend on the rank. These rules apply after every step, not only before a save, so that a resumed run equals an
+uninterrupted one. Sharded buffers (DTensors) follow none of the rules.
 """
 
 from collections import defaultdict
@@ -27,7 +28,7 @@ Rule = Literal["broadcast", "mean", "own"]
 
 
 def buffers_of(model: nn.Module, rule: Rule) -> "Buffers | None":
-    """Return the `Buffers` of `model`, or None for a HybridModel, whose buffers are equal on all ranks anyway.
+    """Return the `Buffers` of `model`, or None for a HybridModel, whose buffers need no rule.
 
     Raises ConfigError for a HybridModel if `rule` is not "broadcast", the default.
     """

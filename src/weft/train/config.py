@@ -4,8 +4,7 @@
     name = value           .name
 
 Every field except `model.factory` has a default, so a configuration lists only the values that differ from the
-defaults. Nothing is ignored: an unknown name, a value of the wrong type and a value out of range each raise
-`ConfigError`.
+defaults. An unknown name, a value of the wrong type and a value out of range each raise `ConfigError`.
 """
 
 import dataclasses

@@ -12,7 +12,8 @@ def is_refusal(error: Exception) -> bool:
     """Return whether `error` rejects user input, so that its message is enough and no traceback is needed.
 
     Returns True for a ConfigError, and for a ValueError whose traceback has only frames of weft, torch, NumPy and the
-    standard library. A ValueError that passed through other code, such as `model.factory`, is a bug in that code.
+    standard library. A ValueError that passed through other code, such as `model.factory`, counts as a bug in that
+    code.
     """
     if isinstance(error, ConfigError):
         return True

@@ -45,9 +45,10 @@ _WITH_EFFECT = (
 
 
 def move(microbatch: Any, device: torch.device) -> Any:
-    """Return the microbatch, which may be any nested structure, with its tensors on the device.
+    """Return the microbatch with its tensors on the device, also if nested in lists, tuples, mappings and dataclasses.
 
     A mapping or tuple with a method `to`, such as a tokenizer's batch or a packed sequence, is moved by this method.
+    Tensors in objects of other classes are not moved.
     """
     return tree_map(partial(_moved, device=device), microbatch, is_leaf=_moves_itself)
 

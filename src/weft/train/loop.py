@@ -57,7 +57,7 @@ from weft.words import counted
 class Trainer:
     """The training loop of one rank. Needs an initialized default process group.
 
-    The constructor checks the whole configuration, and raises ValueError if it is wrong. If the run resumes, the
+    The constructor checks the configuration, and raises ValueError if it is wrong. If the run resumes, the
     constructor also loads the checkpoint. The method `run` then trains.
 
     - `task`: model, data and loss. Default: the task of the configuration.
@@ -110,7 +110,8 @@ class Trainer:
         check_loggers(config.run.loggers)
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
-        # From here on, each rank draws its own random numbers. The initial weights above are the same on all ranks.
+        # From here on, each rank draws its own random numbers. A model that was built above had the same seed on all
+        # ranks.
         seed_all(config.train.seed, self.rank)
 
         self._tell = self.say  # replaced below, when the progress display exists
@@ -323,7 +324,7 @@ class Trainer:
         norm = float(clip_gradients(self.model, self.config.train.gradient_clip))
         skipped = self.spikes.is_one(norm)
         if not skipped:
-            if not math.isfinite(norm):  # the same on all ranks; the weights are still good
+            if not math.isfinite(norm):  # the same on all ranks; this step has not changed the weights
                 raise self._diverged("gradient norm", norm)
             self.optimizer.step()
         self.optimizer.zero_grad()

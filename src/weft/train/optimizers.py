@@ -30,7 +30,7 @@ from weft.train.toml_values import plain, show, typed
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _OTHERWISE = {"fused", "foreach", "differentiable"}
-"""Options that select an implementation without changing the result."""
+"""Options that select an implementation."""
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

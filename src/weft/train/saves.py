@@ -128,8 +128,8 @@ class Saves:
     def copy(self, step: int) -> None:
         """Copy the state to memory if a copy is due at `step`.
 
-        If the background thread cannot write the copy, the run prints a line later and continues. Earlier errors are
-        raised.
+        If the background thread cannot write the copy, the run prints a line later and continues. An error before the
+        thread starts is raised.
         """
         every = self._config.memory_every
         if self.copies is None or step % every:

@@ -34,15 +34,15 @@ def continuation_texts(
     of the text of its continuation.
 
     A continuation has at most `tokens` tokens, and ends earlier at an end token of `generation`. `choices`: fields of
-    `Sampling` that replace those of `generation` or, if it has none, those of `DEFAULTS`. The same seed gives the same
-    texts. Only tokens of the tokenizer and end tokens are drawn, even if `vocab_size`, that of the model, is larger.
+    `Sampling` that replace those of `generation` or, if it has none, those of `DEFAULTS`. `seed`: seeds the random
+    choices. Only tokens of the tokenizer and end tokens are drawn, even if `vocab_size`, that of the model, is larger.
     """
     device = next(model.parameters()).device
     ids = sorted(each for each in {*tokenizer.ids.tolist(), *generation.ends} if each < vocab_size)
     options: Any = {"among": torch.tensor(ids, device=device), "generator": torch.Generator(device).manual_seed(seed)}
     options["sampling"] = dataclasses.replace(generation.sampling or DEFAULTS, **choices)
     chosen: list[list[int]] = [[] for _ in prompts]
-    # Decoders strip a blank from the first token they see, so the last tokens of the prompt are decoded too.
+    # Some decoders strip a blank from the first token they see, so the last tokens of the prompt are decoded too.
     before = [np.asarray(each[-CONTEXT:], np.int64) for each in prompts]
     shown = [tokenizer.decode(each) for each in before]
     for step in continuations(model, prompts, ends=generation.ends, most=tokens, **options):

@@ -11,7 +11,7 @@ from weft.train.errors import ConfigError
 from weft.train.files import read_bounded
 
 _LARGEST = 256 << 20
-"""The largest size of a tokenizer.json in bytes. Files of published models have up to 35 million bytes."""
+"""The largest size of a tokenizer.json in bytes. The files of large vocabularies have about 35 million bytes."""
 
 
 class Tokenizer(Protocol):

@@ -16,7 +16,7 @@ from weft.words import nearest
 def typed(name: str, value: Any, hint: Any) -> Any:
     """Return `value` as the type `hint`. Raises ConfigError, which names the setting `name`, if the value does not fit.
 
-    An integer is accepted as a float, and a list as a tuple. No other type is converted.
+    An integer is accepted as a float, and a list as a tuple.
     """
     accepted, result = _convert(value, hint)
     if not accepted:
@@ -113,7 +113,7 @@ def override_value(text: str, hint: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` with lists in place of tuples, at any depth."""
+    """Return `value` with lists in place of tuples, including tuples in lists and tuples."""
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
     return value
@@ -124,7 +124,7 @@ def show(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # TOML's basic strings take JSON's escapes; DEL is the one character that JSON does not escape.
+        # TOML's basic strings take JSON's escapes, but DEL must be escaped too.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, float):
         return repr(value) if math.isfinite(value) else str(value)

@@ -33,8 +33,8 @@ Callback = Callable[["Trainer", dict[str, Any]], None]
 class Trainer(loop.Trainer):
     """Trains any module with the loop of `weft train`, which shards, logs, saves and resumes.
 
-    A run that resumes on the same number of ranks equals an uninterrupted run bit for bit, if your data and functions
-    are deterministic.
+    A run that resumes with the same settings on the same number of ranks equals an uninterrupted run bit for bit, if
+    your model, data and functions are deterministic.
 
         trainer = weft.train.Trainer(
             model=build,  # an nn.Module, or a function that builds one, which is called on the meta device
@@ -64,8 +64,8 @@ class Trainer(loop.Trainer):
             configuration's table [optimizer].
         callbacks: a dictionary from an event ("start", "step", "validation", "save" or "end") to a function. At each
             event, all ranks call the function with the trainer and a dictionary of numbers. "start" comes before the
-            first step, and "end" after the last. "step", "validation" and "save" come after each step, each validation
-            and each save (which may not be committed yet).
+            first step, and "end" after the last step or a stop. "step", "validation" and "save" come after each step,
+            each validation and each save (which may not be committed yet). A run that was complete has no events.
         resume: True resumes the newest run named `run.name` that has a checkpoint. A path resumes the run in that
             directory. "or-start" is like True, but starts a new run if there is no checkpoint. False starts a new run,
             but is like True if the configuration sets `run.resume` to true.
@@ -131,6 +131,8 @@ class Trainer(loop.Trainer):
 
     def run(self) -> bool:
         """Train until the run is complete or SIGINT, SIGTERM or SIGHUP stops it. Then restore the old signal handlers.
+
+        Signals stop the run only if the trainer was constructed in the main thread.
 
         Returns whether the run is complete: at its last step, or ended by `train.stop_after`. Whether complete or not,
         the last step that ran is in a committed checkpoint. Raises RuntimeError if the loss or the gradient norm of a

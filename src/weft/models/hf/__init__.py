@@ -1,9 +1,8 @@
 """Load and save models as directories of Hugging Face files.
 
 Files such as `llama.py` have tables of tensor names and of configuration fields, for one family of models or a few
-related families. Nothing that affects the result is ignored silently. A field that changes the result and has no
-counterpart in weft raises an error that names the field. A missing tensor, or an unknown tensor of the text model,
-raises an error that names the tensor.
+related families. An unknown field that could change the result, or a value that weft does not support, raises an error
+that names the field. A missing tensor, or an unknown tensor of the text model, raises an error that names the tensor.
 """
 
 from weft.models.hf import directory

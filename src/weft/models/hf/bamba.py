@@ -1,4 +1,4 @@
-"""Bamba: each layer is Mamba-2 or attention, followed by SwiGLU. Attention rotates half of each head."""
+"""Bamba: each layer is Mamba-2 or attention, followed by SwiGLU. By default, attention rotates half of each head."""
 
 import math
 from typing import Any

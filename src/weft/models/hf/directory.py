@@ -39,7 +39,7 @@ DTYPES = {
     torch.float8_e8m0fnu: "F8_E8M0",
     torch.complex64: "C64",
 }
-"""The names of dtypes in safetensors files: of all that `safe_open` returns."""
+"""The names of dtypes in safetensors files."""
 OF_NAMES = {name: dtype for dtype, name in DTYPES.items()}
 OF_WEIGHTS = ("F64", "F32", "F16", "BF16")
 """The dtypes that weights may have. Tensors of other dtypes need a scale, as float8 does, or are not weights."""

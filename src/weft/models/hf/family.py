@@ -283,7 +283,7 @@ def differences(cfg: HybridConfig, other: HybridConfig) -> list[str]:
     """Return a line of text for each field that differs between `cfg` and `other` and affects the model's output.
 
     If the symbols of the patterns differ, the list has only the line for `pattern`. How the patterns group symbols is
-    ignored. For equivalent configurations the list is empty.
+    ignored.
     """
     if cfg.parsed.symbols != other.parsed.symbols:
         return [f"pattern={cfg.pattern!r}, there {other.pattern!r}"]
@@ -295,7 +295,8 @@ def differences(cfg: HybridConfig, other: HybridConfig) -> list[str]:
 
 
 def plain(cfg: HybridConfig, name: str) -> Any:
-    """Return the value of field `name` in a normal form: equivalent configurations have equal normal forms."""
+    """Return the value of field `name` in a normal form: equivalent values of `pattern`, `windowed` and `head_dim` have
+    the same form."""
     if name == "pattern":
         return cfg.parsed.symbols
     if name == "windowed":

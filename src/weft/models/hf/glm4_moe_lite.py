@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: the layers of DeepSeek-V3. The first layer is dense."""
+"""GLM-4.7-Flash: the layers of DeepSeek-V3. By default, only the first layer is dense."""
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig

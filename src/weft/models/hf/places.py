@@ -9,7 +9,7 @@
     Flat        one dimension from a tensor whose other dimensions are 1
 
 A rank reads only the rows that its shard needs, except that `Rows` and `Flat` read whole tensors. Values are moved but
-not changed: a saved tensor equals the loaded one.
+not changed.
 """
 
 import math

@@ -84,8 +84,8 @@ class Attention(AnyAttention, kind=KIND):
     )
     """Fraction of each head of `*` that is rotated. The first elements of the head are rotated."""
     rope_local_theta: float | None = optional_positive()
-    """`rope_theta` for the layers `*` with a sliding window. If set, `rope_scaling` does not apply to these layers;
-    None: these layers rotate as the other layers do."""
+    """`rope_theta` for the attention of `*` and `P` with a sliding window. If set, `rope_scaling` does not apply to it;
+    None: it rotates like the other attention."""
     unrotated: tuple[int, ...] = any_value(())
     """Indices of the layers `*` without rotation. The index counts only layers `*`, from 0, and restarts at 0 in each
     prediction depth."""

@@ -33,7 +33,7 @@ class Experts(AnyMLP, kind=KIND):
     """Inner width of one expert."""
     moe_rows_per: str = choice("rank", ROWS_PER, result=False)
     """With expert parallelism, how often a token is sent: once per "rank" that has some of its experts, or once per
-    "expert". "expert" sends more data, but each token's sum over experts is bit-equal to the sum in one process."""
+    "expert". "expert" may send more data, but adds the outputs of a token's experts in the order of one process."""
     moe_latent_size: int | None = optional_size()
     """Width of the latent in which routed experts work. Linear layers project tokens to it and back; None: no latent,
     so experts work in hidden_size."""
@@ -65,10 +65,10 @@ class Experts(AnyMLP, kind=KIND):
     z_loss_coef: float = amount(0.0, result=False)
     """Weight of the router's z-loss."""
     capacity_factor: float | None = optional_positive()
-    """Capacity of an expert: the most tokens that it processes, relative to a balanced load. Tokens above the capacity
-    are dropped; None: no limit."""
+    """Capacity of an expert: the most tokens of a sequence that it processes, relative to a balanced load. Tokens above
+    the capacity are dropped; None: no limit."""
     pad_to_capacity: bool = switch(False)
-    """Whether the rows of each expert are padded with zeros to its capacity, so that shapes never change."""
+    """Whether the rows of each expert are padded with zeros to its capacity; shapes then do not depend on routing."""
 
     def check(self) -> None:
         """Raise `ValueError` if fields of `E` do not fit each other."""

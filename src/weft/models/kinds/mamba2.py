@@ -40,7 +40,7 @@ class Mamba2(Trunk, kind=KIND):
     time_step_limit_max: float | None = optional_positive()
     """Upper bound to which all time steps of `M` are clamped; None: no bound."""
     chunk_size: int = size(128, result=False)
-    """Length, in positions, of the chunks in which `M` computes its recurrence; affects only rounding and speed."""
+    """Length, in positions, of the chunks in which `M` computes its recurrence; affects rounding, speed and memory."""
     mamba_kernel: str = choice("auto", ("auto", "torch", "mamba_ssm"), result=False)
     """Kernel for the recurrence of `M`: "mamba_ssm", "torch", or "auto" (mamba_ssm if it is usable, otherwise
     torch)."""

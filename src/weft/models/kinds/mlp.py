@@ -15,7 +15,7 @@ class AnyMLP(Trunk):
     """Activation of all MLPs: "silu" (SwiGLU), "clamped_swiglu" (SwiGLU with clamped inputs), "gelu_tanh" (GEGLU
     with the tanh approximation of GELU), or "relu2" (squared ReLU, without a gate)."""
     swiglu_limit: float = positive(7.0)
-    """Bound to which "clamped_swiglu" clamps its two inputs, the gate and the up projection."""
+    """Bound to which "clamped_swiglu" clamps its inputs: the gate from above, the up projection from both sides."""
     swiglu_alpha: float = positive(1.702)
     """The factor inside the sigmoid of "clamped_swiglu"."""
     mlp_bias: bool = switch(False)

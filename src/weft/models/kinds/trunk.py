@@ -80,7 +80,7 @@ class Trunk:
         "a list of some of 'attend' and 'experts', or () for none",
         False,
     )
-    """Parts of each layer whose activations are recomputed in backward, not saved: "attend" (the symbols before `-` or
+    """Parts of each layer whose activations are recomputed in backward, not saved: "attend" (symbols other than `-` and
     `E`), "experts" (the routed experts or the MLP, without norms)."""
 
     def __init_subclass__(cls, kind: Kind | None = None, **more: Any) -> None:

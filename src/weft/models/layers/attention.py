@@ -279,8 +279,8 @@ _bands: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
 def _band(window: int, size: int, first: int, like: Tensor) -> Tensor:
     """Return the mask added to a block's scores, [size, first + size + window - 1]: 0 in the window, otherwise -inf.
 
-    The first `first` columns, for sinks, are all 0. All layers and steps share one mask, so autograd saves no copy per
-    layer.
+    The first `first` columns, for sinks, are all 0. Layers and steps with equal arguments share one mask, so autograd
+    saves no copy per layer.
     """
     key = window, size, first, like.dtype, like.device
     if type(like) is not Tensor or torch.compiler.is_compiling():  # tracing and subclasses cannot use the cache

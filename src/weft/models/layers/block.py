@@ -21,8 +21,8 @@ from weft.moe.source import INITIAL_STD, WeightSource
 State = dict[str, Tensor]
 """The tensors that one block caches for earlier positions, by name. It is empty before the first position."""
 Cache = dict[nn.Module, State]
-"""The state of each block of a model. If the rotation depends on the sequence's length, the cache also has the tokens
-so far, with the model as key."""
+"""The states of a model's blocks, except MLPs and experts. If the rotation depends on the sequence's length, the cache
+also has the tokens so far, with the model as key."""
 
 
 class Beside(NamedTuple):

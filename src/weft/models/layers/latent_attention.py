@@ -27,7 +27,7 @@ from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms of both latents. All published models use this value."""
+"""Epsilon of the norms of both latents, in all families of `weft.models.hf` that have them."""
 
 
 class LatentAttention(Block):

@@ -38,9 +38,9 @@ class RotaryEmbedding(nn.Module):
     - `interleave`: whether a pair has the elements 2i and 2i + 1, not i and i + width / 2.
     - The attribute `local`: the `RotaryEmbedding` of layers with a window, or None if these layers use this instance.
 
-    All layers of a stack share one instance. `cos` and `sin` are buffers [positions, width] that are not saved in
-    checkpoints. They grow when a sequence is longer than the buffers. They stay in fp32 if the module is cast to half
-    precision, or if torch's default dtype is one.
+    The attention layers of a stack share one instance. `cos` and `sin` are buffers [positions, width] that are not
+    saved in checkpoints. They grow when a sequence is longer than the buffers. They stay in fp32 if the module is cast
+    to half precision, or if torch's default dtype is one.
     """
 
     cos: Tensor
@@ -104,7 +104,8 @@ class RotaryEmbedding(nn.Module):
     def _rows_of(self, documents: Borders, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin of each position, [B, S, width] in `dtype`. All positions in documents are below `end`.
 
-        They are computed once per batch. Queries and keys of all layers share them, in forward and backward.
+        They are computed once per batch. Queries and keys of all layers with this rotation share them, in forward and
+        backward.
         """
         name = f"{self._spelled}, {self.cos.dtype} as {dtype}"  # everything that the tables depend on
         both = documents.kept(self.cos.device, name, lambda: torch.stack(self._turns(documents, end)).to(dtype))

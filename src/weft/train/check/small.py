@@ -1,4 +1,4 @@
-"""Shrinks a configuration: the same kinds of layers, mesh axes and options with smaller sizes.
+"""Shrinks a configuration: the same kinds of layers and mesh axes with smaller sizes.
 
 in the configuration              in the small copy
 sizes split over an axis          few heads, groups, experts or columns per rank; the number of heads per group changes
@@ -6,8 +6,10 @@ sizes split over an axis          few heads, groups, experts or columns per rank
 layers                            one of each kind in each segment, and more if the stages need them; all layers if
                                   settings name layers by number
 more than `_FEW` ranks            at most 2 replicas, shards and expert-parallel ranks, if that fits
-precision                         fp64
+precision                         fp64, without quantized weights
 router losses                     off with context parallelism: each rank would average over its slices of a row
+compile, graphs, offload,         off: layers use torch's operations
+kernels, capacity of experts
 """
 
 import dataclasses

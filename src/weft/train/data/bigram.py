@@ -19,8 +19,7 @@ class Bigram:
     """A table of P(next | token) = (count(token, next) + strength * P(next)) / (count(token) + strength).
 
     P(next) is the frequency of `next` in the text, with one added to each count. If `token` is rare, P(next | token) is
-    close to P(next) (a Dirichlet prior; MacKay and Peto 1995). This predicts better than adding a constant to the count
-    of each pair.
+    close to P(next) (a Dirichlet prior; MacKay and Peto 1995).
     """
 
     codes: np.ndarray

@@ -45,8 +45,8 @@ class Part:
     starts: np.ndarray
     """The offset of the first token of each document, int64, ascending."""
     fingerprint: str = ""
-    """A hash of tokens and starts, independent of file names. If it is "", resumed runs do not check that the text is
-    the same."""
+    """A hash of the content, independent of file names. If it is "", resumed runs do not check that the text is the
+    same."""
     conversations: int | None = None
     """For conversations, the vocabulary's size; tokens from this number on are not labels (see `answers`). None for
     other texts."""
@@ -67,7 +67,7 @@ def open_cache(
     folder: Path, key: str, progress: Callable[[float], None] = lambda done: None
 ) -> tuple[Part, Part, dict[str, Any]] | None:
     """Return the training part, the validation part and the content of KEY.json. Return None if a file is missing or
-    truncated.
+    truncated, or KEY.json is damaged.
 
     Reads all tokens once, and compares their fingerprints with those in KEY.json. Every few seconds, calls `progress`
     with the fraction of the tokens that has been read. Raises TokensDamaged if a fingerprint differs.

@@ -1,4 +1,4 @@
-"""Loggers, which receive the numbers that are written to metrics.jsonl.
+"""Loggers, which receive numbers of a run in addition to metrics.jsonl.
 
 "tensorboard"             event files in tensorboard/ of the run's folder
 "wandb"                   Weights & Biases; a resumed run continues the same run of Weights & Biases

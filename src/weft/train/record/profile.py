@@ -44,9 +44,11 @@ class ProfilerWindow:
 
 
 class Operations(TorchDispatchMode):
-    """Counts multiplications and additions of matrix products, convolutions and attention, in forward and backward.
+    """Counts multiplications and additions of torch's matrix products, convolutions and attention, in forward and
+    backward.
 
-    Operations that activation checkpointing repeats in backward are counted again.
+    Operations that activation checkpointing repeats in backward are counted again. Operations inside kernels of other
+    packages are not counted.
     """
 
     def __init__(self) -> None:

@@ -17,9 +17,8 @@ from weft.train.toml_values import show
 
 
 class Samples:
-    """Continues the prompt `train.sample` as `weft sample --temperature 0` continues it with the run. All ranks
-    generate each sample together. Raises ConversionError for invalid generation settings in the files of a loaded
-    model."""
+    """Continues the prompt `train.sample` with the options of `weft sample --temperature 0`. All ranks generate each
+    sample together. Raises ConversionError for invalid generation settings in the files of a loaded model."""
 
     def __init__(self, config: TrainConfig, model: HybridModel, device: torch.device) -> None:
         self._model, self._agreed, self._text = model, _Agreed(model, device), config.train.sample

@@ -1,8 +1,8 @@
 """Pictures of a run, each drawn for light and for dark pages.
 
-Each function returns a `Draw`, which draws with the colors of a `Theme`. `render` turns a `Draw` into SVG or PNG. The
-same numbers give the same bytes. Sizes are chosen for phones: in a picture as wide as the screen, text is 10 points
-high.
+Each function returns a `Draw`, which draws with the colors of a `Theme`. `render` turns a `Draw` into SVG or PNG. With
+one version of matplotlib, the same numbers give the same bytes. Sizes are chosen for phones: in a picture as wide as
+the screen, most text is about 10 points high.
 """
 
 import io

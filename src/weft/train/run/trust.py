@@ -1,7 +1,8 @@
 """Decides whether code that the configuration of a run directory names may be imported.
 
-The config.toml of a run directory may name code: `model.factory`, loggers, an optimizer. The code is imported without
---trust only for directories that this user made on this machine, or in which this user resumed the run with --trust.
+The config.toml of a run directory may name code, such as `model.factory`, loggers or an optimizer. The code is imported
+without --trust only for directories that this user made on this machine, or in which this user resumed the run with
+--trust. Code that the command line names (`--set`) is imported too.
 The facts.json of such a directory has a mark: an HMAC of the directory's path and the named code, with a key in the
 user's state folder. Machines that share the state folder count as one. A directory that was copied or moved to another
 path has no valid mark.

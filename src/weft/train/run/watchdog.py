@@ -40,7 +40,7 @@ _MOMENT_S = 2.0
 _GRACE_S = 3.0
 """When another rank has sent why it failed, the watchdog waits this many seconds before it ends its own rank."""
 _COMPUTES = 0.01
-"""A thread that uses more than this fraction of a core is computing. A thread that polls uses a tenth of this."""
+"""A thread that uses more than this fraction of a core is computing. A thread that only polls uses much less."""
 _COLLECTIVE = (
     os.path.join("torch", "distributed"),
     os.path.join("weft", "comm"),

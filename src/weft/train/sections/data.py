@@ -24,7 +24,7 @@ class DataConfig:
     separator: str = ""
     """Text to append to each document, such as the tokenizer's end token; empty: none."""
     packing: Literal["stream", "whole"] = "stream"
-    """"stream": documents follow each other and are cut anywhere; "whole": sequences contain whole documents."""
+    """"stream": documents follow each other and are cut anywhere; "whole": only documents that are too long are cut."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """With `kind = "tokens"`: dtype of files other than .npy."""
     validation_paths: tuple[str, ...] = ()

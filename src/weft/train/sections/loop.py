@@ -17,11 +17,11 @@ class LoopConfig:
     microbatch_size: int = 8
     """Sequences in one forward pass of a rank."""
     precision: Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"] = "fp32"
-    """Dtype of gathered weights and computation; fp8*, mxfp8, nvfp4 compute in bf16. Reductions, main weights: fp32."""
+    """Dtype of gathered weights and computation; fp8*, mxfp8, nvfp4 compute in bf16. "fp32" casts nothing."""
     unquantized_ends: int = 0
     """With a quantized `precision`: number of layers at each end of the model whose weights are gathered in bf16."""
     seed: int = 0
-    """Seed of the initial weights and of all other random choices except the data order."""
+    """Seed of the initial weights and of the global random generators; the order of a text has `data.seed`."""
     validate_every: int = 100
     """Steps between two validations; 0: only one, at the end."""
     validation_batches: int = 4
@@ -39,7 +39,7 @@ class LoopConfig:
     skip_spikes: float = 0.0
     """Skip steps with a gradient norm above this multiple of the median of the last 100 unskipped steps; 0: never."""
     log_every: int = 10
-    """Steps between two lines of output if the output is not a terminal."""
+    """Steps between two lines of output that is not a terminal, and between two records of the experts' loads."""
     parameter_norms_every: int = 0
     """Steps between two records of the norm of each parameter and of its gradient; 0: none."""
     quantization_shares_every: int = 0
@@ -77,7 +77,7 @@ class LoopConfig:
     cross_documents: bool = False
     """With `data.packing = "whole"`: let the documents of a sequence attend to each other."""
     expert_bias_rate: float = 1e-3
-    """With `model.expert_bias`: how much a step raises biases of experts below the mean load and lowers the others."""
+    """With `model.expert_bias`: how much a step raises biases of experts below the mean load and lowers those above."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "microbatch_size", "validation_batches", "log_every"):

@@ -23,15 +23,15 @@ class OptimizerConfig:
     """[optimizer]: the optimizer and its options."""
 
     name: str = "AdamW"
-    """A class of torch.optim, "Muon" (for matrices; AdamW updates the rest), or any "package.module:Class"."""
+    """An element-wise class of torch.optim, "Muon" (matrices; AdamW updates the rest) or a "package.module:Class"."""
     lr: float = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decays of the running means of the gradient and of its square, if the optimizer has them."""
     eps: float = 1e-8
-    """Added to the square root of the second moment, if the optimizer has one."""
+    """Small number added to a denominator of the update, if the optimizer has this option."""
     weight_decay: float = 0.1
-    """Weight decay of matrices, decoupled in AdamW and Muon; vectors such as norms and biases have none."""
+    """Weight decay of parameters with 2 or more dimensions, decoupled in AdamW and Muon; norms and biases have none."""
     options: dict = field(default_factory=dict)
     """Other arguments of the optimizer's class, as a table: {momentum = 0.9, nesterov = true}."""
     flat: bool = False

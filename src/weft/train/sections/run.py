@@ -37,13 +37,13 @@ class RunConfig:
     directory: str = "runs"
     """Folder of all runs, relative to the working directory."""
     name: str = "default"
-    """Name of the run, and of its folder in `directory`."""
+    """Name of the run, and of its folder in `directory`. Folders of later runs with this name get a number."""
     resume: bool = False
     """Resume from the newest intact checkpoint of the newest run with this name."""
     patience: float = 1800.0
     """Seconds that a rank waits for the other ranks at the start."""
     report_every: float = 60.0
-    """Seconds between two reports during training, which a separate process writes; 0: only one report, at the end."""
+    """Least seconds between two reports during training, written by a separate process; 0: only one, at the end."""
     loggers: tuple[str, ...] = ("tensorboard",)
     """Loggers in addition to metrics.jsonl: "tensorboard", "wandb", or any "package.module:Class"."""
     units: dict = field(default_factory=dict)

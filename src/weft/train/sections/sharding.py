@@ -28,7 +28,7 @@ class ShardingConfig:
     etp: int | None = None
     """Number of ranks over which each expert is sharded: `tp`, or 1 for whole experts; unset: `tp`."""
     pp: int = 1
-    """Number of pipeline ranks. Layers are divided at `|` in the pattern, or into segments of equal cost."""
+    """Number of pipeline ranks. Layers are divided at `|` in the pattern, or into segments of about equal cost."""
     chunks: int | None = None
     """With `pp`: stages per rank; unset: segments of the pattern / `pp`, or without `|` the schedule's default."""
     reshard_after_forward: bool | int | None = None
@@ -44,7 +44,7 @@ class ShardingConfig:
     separate_all_gather_group: bool = False
     """Use separate communicators for gathers, so that gathers run concurrently with reductions."""
     allocator: Literal["trace", "caching"] = "trace"
-    """ "trace": gathered weights and gradients use two slabs planned in step 1; "caching": torch's allocator."""
+    """ "trace": gathered weights and gradients use two slabs, first planned in step 1; "caching": torch's allocator."""
     check_collectives: bool = True
     """After each backward, compare the collectives that the ranks issued."""
     graphs: tuple[str, ...] = ()

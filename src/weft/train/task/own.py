@@ -316,7 +316,7 @@ def own_model(
     """Return your model, sharded as the configuration says. `model`, `shard`: as in `weft.train.Trainer`."""
     if shard is not None:
         check_callable("shard", shard, ["model"], "a function shard(model, **options)")
-    torch.manual_seed(config.train.seed)  # the same initial weights on every rank
+    torch.manual_seed(config.train.seed)  # if `model` is a function: the same initial weights on every rank
     built = model if isinstance(model, nn.Module) else _on_meta(model)
     if not any(parameter.requires_grad for parameter in built.parameters()):
         raise ConfigError(

@@ -14,7 +14,7 @@ class Mailbox:
     def __init__(self, ranks: int) -> None:
         self.turn = threading.Lock()
         self.failed = False
-        """Whether a rank has raised an exception. All other ranks then end."""
+        """Whether a rank has raised an exception. Each other rank then ends when it has to wait for a message."""
         self._messages: dict[Any, dict[int, list[Tensor]]] = defaultdict(dict)
         self._sent: dict[Any, int] = defaultdict(int)
         self._expected: dict[Any, int] = defaultdict(int)
