@@ -837,6 +837,15 @@ def test_each_rank_of_each_number_of_ranks_draws_its_own_numbers():
     RandomState().load_state_dict(saved)
 
 
+def test_the_state_of_a_gpus_generator_is_loaded_before_the_program_uses_cuda(monkeypatch):
+    python, numpys, torchs, _ = RandomState().state_dict()["generators"]
+    loaded = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", loaded.append)
+    RandomState().load_state_dict({"generators": (python, numpys, torchs, "that of the GPU")})
+    assert loaded == ["that of the GPU"] and not torch.cuda.is_initialized()
+
+
 def test_a_load_that_fails_leaves_the_state_that_is_saved_later(tmp_path):
     model, optimizer = make_plain()
     step(model, optimizer)

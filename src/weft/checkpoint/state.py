@@ -221,7 +221,7 @@ class RandomState:
                 (version, internal, gauss),
                 (name, keys.tolist(), *rest),
                 torch.get_rng_state(),
-                torch.cuda.get_rng_state() if _uses_cuda() else None,
+                torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
             )
         }
 
@@ -230,8 +230,8 @@ class RandomState:
         random.setstate(python)
         numpy.random.set_state(numpys)
         torch.set_rng_state(torchs)
-        if cudas is not None and _uses_cuda():
-            torch.cuda.set_rng_state(cudas)
+        if cudas is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(cudas)  # before CUDA is initialized, torch keeps the state until then
 
     def load_from_other_ranks(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
         origin = state["generators"][2].numpy().tobytes()
@@ -240,10 +240,6 @@ class RandomState:
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
         torch.manual_seed(seed)
-
-
-def _uses_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def plain_name(name: str) -> str:

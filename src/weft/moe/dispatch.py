@@ -202,14 +202,14 @@ class AllToAll:
     into equal ranges, one for each rank, in rank order.
 
     `rows_per`: "rank" sends a token once to each rank that has any of its experts. "expert" sends a token once for each
-    of its experts. The outputs of a layer without a shared expert and without `latent_size` are then bit-equal to the
-    outputs of one process.
+    of its experts. If the router's logits are bit-equal to those of one process, the outputs of a layer without a
+    shared expert and without `latent_size` are then bit-equal too.
 
     Collective: every rank of the group must build its dispatchers in the same order. Rows use a lane (a communication
     queue that runs in parallel with the computation). The numbers of rows use a second lane, so that they never wait
     for rows. If the group uses a backend other than gloo, the numbers of rows also use a second communicator, because
     such a backend runs the operations of one communicator one after another. Over gloo on CPU, if ranks run different
-    numbers of expert layers, a rank that waits for the others raises CollectiveMismatch within seconds.
+    numbers of expert layers, a rank that waits for the others raises CollectiveMismatch.
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int, *, rows_per: str = "rank") -> None:

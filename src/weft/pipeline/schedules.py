@@ -48,9 +48,9 @@ def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> Tabl
 def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of 1F1B with several chunks on each rank.
 
-    A chunk is smaller than a rank's single stage in 1F1B, so the pipeline fills and drains faster. If transfers take no
-    time and there are at least as many microbatches as ranks, the idle time is that of 1F1B, divided by the number of
-    chunks.
+    A chunk is smaller than a rank's single stage in 1F1B, so the pipeline fills and drains faster. If all stages take
+    the same time, transfers take no time and there are at least as many microbatches as ranks, the idle time is that of
+    1F1B, divided by the number of chunks.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=0)
     return Table("interleaved", tuple(tuple(_apart(row)) for row in rows), chunks, microbatches)
