@@ -169,7 +169,7 @@ class ParameterGroup:
 
     @property
     def version(self) -> int:
-        """The version counter of the main weights, which every write increments."""
+        """The version counter of the main weights, which in-place operators of torch increment."""
         return self.main_weight.version
 
     @property

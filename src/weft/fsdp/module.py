@@ -196,7 +196,7 @@ class FSDPModule:
             group.gradients.hook = hook
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """True: the backend sums this unit's gradients, and weft divides the sums. False: the backend may average."""
+        """True: the backend sums this unit's gradients, and weft divides. False: the backend may average."""
         enable = _switch("set_force_sum_reduction_for_comms", enable)
         for group in unit_of(self).groups:
             group.gradients.sums_only = enable
@@ -251,7 +251,7 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Clean up the model after an exception in forward or backward. Without this call, the next pass cleans up. A
-        failed backward drops all gradients and sets every `.grad` to None. A failed forward keeps every `.grad`, but
+        failed backward drops all gradients of sharded parameters. A failed forward keeps every `.grad`, but
         this call drops the unreduced gradients of earlier backwards, which the next pass would keep."""
         runtime_of(self).reset()
 

@@ -124,7 +124,8 @@ class Plan:
     """The plan of one training step of a model on one rank.
 
     - `steps`: the events of the training step, in order, with their actions.
-    - `collectives`: the collectives, in the order in which they start.
+    - `collectives`: the gathers and reductions, in the order in which they start. A reduction over two mesh axes counts
+      once.
     - `peak_bytes`: the most live bytes of "gathered weights" and of "partial gradients".
     - `alive`: the sets of units whose weights are gathered at the same time. Units are given by number.
     - `names`: the names of the units, by number.
@@ -157,7 +158,7 @@ class Plan:
 
     @property
     def bytes_moved(self) -> int:
-        """The total bytes of all messages of the step."""
+        """The sum of the bytes of `collectives`."""
         return sum(each.nbytes for each in self.collectives)
 
     def table(self, most: int = 200) -> str:
