@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from tests.fsdp import nets
@@ -79,6 +80,57 @@ def test_the_peaks_of_the_plan_are_those_that_memory_reports_over_two_axes(name,
     if options["mesh"] is None:
         del options["mesh"]
     check(options, microbatches)
+
+
+class Stack(nn.Module):
+    """Layers that are called in some way."""
+
+    def __init__(self, call):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(weft.fully_shard(nn.Linear(40, 40)) for _ in range(8)))
+        self.call = call
+
+    def forward(self, x):
+        return self.call(self.layers, x)
+
+
+def recomputed(reentrant, together):
+    def call(layers, x):
+        for first in range(0, len(layers), together):
+            x = checkpoint(layers[first : first + together], x, use_reentrant=reentrant)
+        return x
+
+    return call
+
+
+UNITS = {"plainly": 2, "recomputed": 2, "recomputed reentrantly": 2, "pairs recomputed": 3, "twice": 2, "one stays": 3}
+"""Layers that are called in some way, and of how many the weights are there at once."""
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_the_slab_is_as_large_as_what_a_step_takes_however_layers_are_called():
+    calls = {
+        "recomputed": recomputed(reentrant=False, together=1),
+        "recomputed reentrantly": recomputed(reentrant=True, together=1),
+        "pairs recomputed": recomputed(reentrant=False, together=2),
+        "twice": lambda layers, x: layers(x) + layers(x),
+    }
+    for how, most in UNITS.items():
+        net = Stack(calls.get(how, nn.Sequential.__call__))
+        weft.fully_shard(net, runtime=weft.RuntimeOptions(bucket_bytes=0))
+        if how == "one stays":
+            net.layers[3].set_reshard_after_backward(False)
+        for step in range(4):
+            net(torch.ones(2, 40, requires_grad=True)).sum().backward()
+            channels = net._weft_driver.runtime.channels
+            if step == 1:
+                channels.weights.peak = channels.gradients.peak = 0  # the first step does not know the order yet
+        here = most * net.layers[0]._weft_unit.gathered_bytes
+        assert peaks(net)["gathered weights"] == here, how
+        assert plan_of(net).peak_bytes == peaks(net), how
+        assert channels.weights.slab_bytes == (0 if how == "one stays" else here), how
 
 
 @distributed(2)

@@ -1,4 +1,5 @@
-"""Communication between ranks. No code outside of this folder calls torch's collectives or branches on the backend.
+"""Communication between ranks. Code outside of this folder does not call torch's collectives itself (DTensor does, in
+methods such as `redistribute`), and does not branch on the backend.
 
 lanes          ordered communication queues, which run during the computation
 collectives    the collectives that lanes run, and blocking ones

@@ -80,7 +80,7 @@ def backend_for(device: torch.device) -> str:
 
 
 def reaches_devices() -> bool:
-    """Return whether the default process group communicates tensors that are not in CPU memory."""
+    """Return whether the default process group can send from device memory: whether its backend is not gloo alone."""
     return dist.get_backend() != HOSTS
 
 

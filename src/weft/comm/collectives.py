@@ -45,8 +45,8 @@ def alone(work: Callable[[], Any], tag: int) -> Pending:
 
 
 def move(target: Tensor, source: Tensor, staging: Tensor | None, tag: int = 0) -> Pending:
-    """Copy `source` to `target` on this rank without making the host wait. One of them may be in pinned CPU memory.
-    `staging`: device memory in the dtype of `source`, needed to cast from CPU memory without making the host wait."""
+    """Copy `source` to `target` on this rank. One of them may be in CPU memory. If this memory is pinned, the host does
+    not wait. `staging`: device memory in the dtype of `source`, needed to cast from CPU memory without a wait."""
     if staging is None:
         target.copy_(source, non_blocking=True)
     else:
@@ -135,8 +135,8 @@ def all_to_all_counts(received: Tensor, counts: Tensor, host: Tensor, group: Pro
 
 
 def send(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pending:
-    """Send `tensors`, in this order, to the rank `peer` of `group`. Raises ValueError if they are on a device that the
-    group's backend cannot send from."""
+    """Send `tensors`, in this order, to the rank `peer` of `group`. Raises ValueError if they are not in CPU memory
+    and the backend is gloo."""
     _check_reach(tensors, group)
     return Pending([group.send([tensor], peer, tag) for tensor in tensors])
 

@@ -155,7 +155,7 @@ def _options(group: dist.ProcessGroup) -> Any:
 
 def twin_group(group: dist.ProcessGroup) -> Any:
     """Create a second communicator over the ranks of `group`. All these ranks, and no others, must call this function.
-    A communicator runs its collectives one after another. Collectives of different communicators can overlap."""
+    Without tags, a communicator runs its collectives one by one. Those of different communicators can overlap."""
     return _made_within(group, dist.get_process_group_ranks(group), f"twin {_next(group, 'twin')}")
 
 

@@ -32,7 +32,7 @@ ABANDONED_TIMEOUT = timedelta(seconds=10)
 
 @dataclass(eq=False, repr=False)
 class Ticket:
-    """A handle of communication in flight. `wait` makes later computation wait for it; further waits cost nothing.
+    """A handle of communication in flight. `wait` makes later computation wait for it. Waiting again does nothing.
 
     - `after`: the ticket whose communication must end before this one's starts.
     - `home`: the stream that was current when the communication started. This stream also uses the memory.

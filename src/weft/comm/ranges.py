@@ -5,7 +5,7 @@ the first of these that is active         what weft emits
 torch's profiler                          ranges
 a `Timeline` that records                 labels: the names of the ranges without `weft/`
 neither, but CUDA is initialized          NVTX ranges, because NVIDIA's tools may attach at any time
-neither, and CUDA is not initialized      nothing, at no cost
+neither, and CUDA is not initialized      nothing
 """
 
 import threading

@@ -6,7 +6,8 @@
     `gloo.copying.CopyingGloo`   no     no        one message       in rank order
     `builtin.BuiltIn`            no     no        one group call    by the backend; NCCL averages
 
-Other code asks for a capability, and never for the name of a backend. `weft.comm.backends` chooses the transport.
+Code outside of `weft.comm` asks for a capability, not for the name of a backend. `weft.comm.backends` chooses the
+transport.
 A transport has no state: one instance serves all groups.
 """
 

@@ -6,9 +6,8 @@
     checker.waits                          # what the host waited for, and where
 
 Operators run immediately on CPU tensors, in the order in which the host issues them. The checker tests whether the
-recorded waits would force CUDA to run the operators in a correct order. Each operator counts as one piece of work on
-the current stream. `weft.debug.memory` records the memory that each operator reads and writes. The clocks of
-`weft.debug.clocks` define the order of work.
+recorded waits would force CUDA to run the operators in a correct order. `weft.debug.memory` records the memory that
+each operator reads and writes. The clocks of `weft.debug.clocks` define the order of work.
 
     operator                                     counted as
     -------------------------------------------  -----------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""Detects reads from freed gathered weights, and writes to gathered weights.
+"""Detects reads from freed gathered weights, and writes to gathered weights that are freed between uses.
 
     with weft.debug.guard_memory():
         train()
 
     a program                                               without the guard                 with the guard
     ------------------------------------------------------  --------------------------------  ------------------------
-    reads `weight.detach()` that was kept from a forward    data of another unit              NaN
+    reads `weight.detach()` that was kept from a forward    garbage, or another unit's data   NaN
     writes to gathered weights through `weight.data`        lost with the next gather         `WeightsWritten`
 
 When gathered weights are freed, their memory is filled with NaN. With `allocator="trace"`, the weights of all
@@ -22,11 +22,12 @@ guards = 0
 
 @contextmanager
 def guard_memory() -> Iterator[None]:
-    """Fill gathered weights with NaN when they are freed, and raise `WeightsWritten` for writes to gathered weights.
+    """Fill gathered weights with NaN when they are freed, and raise `WeightsWritten` if they were written to before.
 
-    Use this context to find bugs in a model with few layers, because the gathered weights of all layers may be in
-    memory at once. When weights are gathered, the guard copies them. Before the weights are freed, the guard compares
-    them with the copy, and raises `WeightsWritten` if they differ. The host waits for each comparison.
+    The guard ignores gathered weights that are never freed, such as those of "no_shard". Use this context to find bugs
+    in a model with few layers, because the gathered weights of all layers may be in memory at once. When weights are
+    gathered, the guard copies them. Before the weights are freed, the guard compares them with the copy, and raises
+    `WeightsWritten` if they differ. The host waits for each comparison.
     """
     global guards
     guards += 1

@@ -26,9 +26,9 @@ from weft.comm.transport import Pending
 
 
 class Interval(NamedTuple):
-    """One operation on a lane. Times are seconds since the recording began. `start`: the earliest time at which
-    the operation could run. A communicator runs one operation after another, so `start` is the time of issue or, if
-    later, the time at which the communicator had finished all earlier operations."""
+    """One operation on a lane. Times are seconds since the recording began. `start`: the time of issue or, if later,
+    the time at which the communicator had finished all earlier operations. This assumes that a communicator runs one
+    operation after another, as in NCCL. Over gloo, operations may overlap."""
 
     lane: str
     label: str
@@ -104,7 +104,7 @@ class Timeline:
     # --- called by lanes ---------------------------------------------------------------------------------------------
 
     def begin(self, lane: str, label: str, channel: Any = None) -> _Entry:
-        """Record that an operation is issued on `lane`. Operations of one `channel` (communicator) run in sequence."""
+        """Record that an operation is issued on `lane`. `channel`: its communicator (see `Interval.start`)."""
         entry = _Entry(lane, label, channel, self._now())
         self._entries.append(entry)
         return entry

@@ -9,7 +9,7 @@ all others                       element-wise, on operands that are cut     `on_
 foreach and fused optimizers     on lists, all tensors at once              `on_lists`
 
 Local parts are passed to the method or function of torch that has the operator's name, because it parses its arguments
-twice as fast as the operator. A rule returns `NotImplemented` or raises TypeError if it cannot run the operator on
+faster than the operator. A rule returns `NotImplemented` or raises TypeError if it cannot run the operator on
 local parts. The rules run below autograd, so they increment the version counters of the local parts that they write to.
 """
 

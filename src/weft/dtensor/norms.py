@@ -3,7 +3,7 @@
 Norms are computed in at least fp32, and rounded to the tensors' dtype once. torch's norm of many tensors creates
 a DTensor for each norm, and torch's clipping computes the factor on DTensors. Both are slow. If all tensors are
 sharded and have one device and dtype, the functions at the end of this file use the local parts of many tensors in one
-operation, and all-reduce one number for them.
+operation, and all-reduce one number for all tensors with the same axes.
 """
 
 import functools
@@ -29,7 +29,7 @@ def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _with_spec(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    # Calls __new__, because DTensor's __init__ does nothing and takes time. `from_local` takes four times as long.
+    # Calls __new__, because DTensor's __init__ does nothing and takes time. `from_local` takes longer.
     return DTensor.__new__(DTensor, value, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
@@ -122,7 +122,7 @@ def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
 
 
 def norm_at_once(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap `torchs`, torch's `get_total_norm`: if all tensors are sharded, compute the norm in one operation."""
+    """Wrap `torchs`, torch's `get_total_norm`: compute the norm of sharded tensors in one operation if possible."""
 
     @functools.wraps(torchs)
     def total_norm(
@@ -139,7 +139,7 @@ def norm_at_once(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def clipping_at_once(torchs: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `torchs`, torch's `clip_grads_with_norm_`: if all gradients are sharded, clip them in one operation."""
+    """Wrap `torchs`, torch's `clip_grads_with_norm_`: clip sharded gradients in one operation if possible."""
 
     @functools.wraps(torchs)
     def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:

@@ -3,7 +3,7 @@
 operator                                        | runs
 ------------------------------------------------+------------------------------------------------------------
 element-wise, foreach, fused optimizer steps    | on the local parts, if all have the same cuts: `local.py`
-norms and full reductions                       | on the local parts, then one small all-reduce per mesh axis
+full norms, sum, mean, max, min, any, all       | on the local parts, then one small all-reduce per mesh axis
 copy_ from a full tensor or from other cuts     | on this rank's slice
 operators on tensors that one rank has whole    | on that rank, without communication, as in a step of Muon
 views                                           | lazily: see `views.py`
@@ -92,8 +92,8 @@ _localized = partial(tree_map, local_of)
 
 
 def _new_empty(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Return a plain tensor for `nn.init`, which fills it with the same values on all ranks and copies it to the
-    parameter. With a `device`, return a tensor with the same cuts for checkpoint stagers, which copy local parts."""
+    """Return a plain tensor for `nn.init`, which fills it and copies it to the parameter. With a `device`, return a
+    tensor with the same cuts for checkpoint stagers, which copy local parts."""
     tensor = args[0]
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     if "device" in kwargs and tuple(args[1]) == tensor.shape and isinstance(tensor, UnevenDTensor):
@@ -150,7 +150,7 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
 
 
 def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Fill with the random values that one process would draw: every rank draws all and keeps its part."""
+    """Every rank draws all values and keeps its part: with equal generators, the values that one process would draw."""
     target = args[0]
     if not isinstance(target, UnevenDTensor):  # out=
         return _write_through(func, args, kwargs)

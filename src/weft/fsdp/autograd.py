@@ -11,14 +11,15 @@ Autograd also raises if main weights were written to between forward and backwar
 gathered copy has a version that this file has not set, other code wrote to the copy. Such a write would be lost, so
 `WeightsWritten` is raised.
 
-Autograd's errors name no parameters. For example, a request for the gradient with respect to a sharded parameter raises
-an error, because the parameter is in no graph, but the error does not say which parameter it is. Therefore weft wraps
+Autograd's errors name no parameters. For example, `torch.autograd.grad` with respect to a sharded parameter raises an
+error, because the parameter is in no graph, but the error does not say which parameter it is. Therefore weft wraps
 torch's function that runs a backward, and adds the names.
 
 Other code may still hold the original parameters (`Original`), which `fully_shard` has replaced. Their values, shapes
-and attributes stay as they were. In-place writes raise, because they would not reach the model. Reading `.grad` also
-raises. Otherwise, an optimizer that was built before sharding would silently train nothing. A backward that reaches an
-original parameter raises too: a forward that computed with it would use the first values forever.
+and attributes stay as they were. In-place operators on them raise, because their writes would not reach the model.
+(Writes through `.data`, `detach()` or `out=` are not noticed.) Reading `.grad` also raises. Otherwise, an optimizer
+that was built before sharding would silently train nothing. A backward that reaches an original parameter raises too: a
+forward that computed with it would use the first values forever.
 """
 
 import functools
@@ -196,8 +197,8 @@ HARMLESS = frozenset(
 
 
 class Original:
-    """Mixin for the class of an original parameter, which a sharded parameter has replaced. Uses of `.grad`, writes and
-    a backward that reaches the original parameter raise RuntimeError."""
+    """Mixin for the class of an original parameter, which a sharded parameter has replaced. Uses of `.grad`, in-place
+    operators and a backward that reaches the original parameter raise RuntimeError."""
 
     __slots__ = ()
 
@@ -230,7 +231,7 @@ _WRITES = re.compile(
 
 
 def retire(original: nn.Parameter) -> None:
-    """Make writes to `original`, uses of its `.grad` and its gradients raise (`Original`). The errors take
+    """Make in-place operators on `original`, uses of its `.grad` and its gradients raise (`Original`). The errors take
     its name from `record_of(original)`."""
     if original.requires_grad:
         original.register_hook(unserializable_hook(functools.partial(_refuse_gradient, weakref.ref(original))))
@@ -267,8 +268,8 @@ def _name_of(parameter: Any) -> str:
 
 
 first_backwards: list[tuple[weakref.ref[Any], int]] = []
-"""Root units that ran a forward and that no inspected backward has reached yet, each with the number of backwards that
-were inspected since then. Backwards with `inputs` are not inspected."""
+"""Root units on several ranks that ran a forward and that no inspected backward has reached yet, each with the number
+of backwards that were inspected since then. Backwards with `inputs` are not inspected."""
 
 
 def explaining(

@@ -46,13 +46,13 @@ def fully_shard(
     The parameters of a unit are gathered, freed and reduced together. Call this function bottom-up, with the root last.
 
     The module is changed in place and returned. Its class becomes a new subclass of its original class and of
-    `FSDPModule`. Its parameters become sharded `DTensor`s, which optimizers of `torch.optim` accept. (Adafactor accepts
-    only parameters that are not cut.)
+    `FSDPModule`. Its parameters become sharded `DTensor`s, which most optimizers of `torch.optim` accept. (Adafactor
+    accepts only parameters that are not cut.)
 
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
         mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard); with `dp_mesh_dims`, a larger mesh.
-            Default: a 1-D mesh of all ranks on the device of the parameters that are not ignored. If these are on "cpu"
+            Default: a 1-D mesh of all ranks on the device of the first parameter that is not ignored. If it is on "cpu"
             or "meta", the mesh is on CUDA if CUDA is available and the process group supports it, otherwise on the CPU.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO 0 to 3) or `weft.Placements`. Default:
             "optim_grads_params", or "no_shard" if `dp_mesh_dims` names axes to replicate over but none to shard over.
@@ -60,7 +60,7 @@ def fully_shard(
         reshard_after_forward: whether to free the full weights after forward and gather them again for backward. None:
             False for the root, whose backward follows immediately, and True for other units. An int n that divides the
             size of the shard axis: after forward, weights are sharded over n adjacent ranks only, and backward gathers
-            them from these ranks. This takes more memory than True. If the n ranks are on one node, backward gathers
+            them from these ranks. A smaller n takes more memory. If the n ranks are on one node, backward gathers
             nothing from other nodes.
         shard_placement_fn: called with each parameter. It may return `weft.TensorAtomic()` (never cut),
             `weft.BlockAtomic(rows)` (cut only between blocks of rows), None or `Shard(0)` (cut between rows if this
@@ -81,7 +81,8 @@ def fully_shard(
     Raises:
         ValueError: an invalid value, a module that is already sharded, or a parameter that cannot be sharded; the
             error text names the value, the rule and the fix.
-        TypeError: an argument of the wrong type.
+        TypeError: an argument of the wrong type. (`strategy`, `outer_strategy` and `reshard_after_forward` raise
+            ValueError.)
     """
     given = SimpleNamespace(**locals())  # all arguments: the function has no other local variables yet
     if torch.is_inference_mode_enabled():  # tensors made in this mode have no version counters

@@ -10,13 +10,13 @@ gradients                                           see `weft.fsdp.gradients.gro
     upload), and shares the memory of main_weight if the dtypes are equal, without offload. `copies` has two model
     weights if forward and backward use different quantized weights.
 **  If every rank keeps all weights, `full` is the same buffer as model_weight, and always lives.
-*** With quantization, model_weight holds the bytes of the payload, and `full` is always freed between uses. With
-    `compute="scaled"`, `full` is in float8.
+*** With quantization, model_weight holds the bytes of the payload, and `full` is a separate buffer even if every rank
+    keeps all weights. With `compute="scaled"`, `full` is in float8.
 **** Main weights of quantized parameters that are frozen may be freed between uses (`weft.quantize.payload_only`).
 
-Writes to a sharded parameter increment the version counter of the main weights, except writes through `.data` of its
-local tensor. The counter shows whether gathered weights are up to date. Gathered copies have the version of the main
-weights (`weft.fsdp.autograd`).
+Writes to a sharded parameter increment the version counter of the main weights, except writes that torch does not
+count, such as those through `.data` or `numpy()` of its local tensor. The counter shows whether gathered weights are up
+to date. Gathered copies have the version of the main weights (`weft.fsdp.autograd`).
 """
 
 import weakref
@@ -71,7 +71,7 @@ class ParameterGroup:
         """`trains`: whether any parameter requires gradients on this rank. `trainable`: whether the group has or gets
         gradients on this rank, including gradients from before it was frozen."""
         self.is_reduced = self.trainable
-        """Whether all ranks reduce the group's gradients, because some rank may have gradients."""
+        """Whether the group's gradients are reduced, because some rank may have gradients."""
         slices = [local_of(each.value) for each in members]
         self.payload = payload_of(plan)
         self.main_weight, self.model_weight = self._weights(slices)

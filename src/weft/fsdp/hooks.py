@@ -105,7 +105,7 @@ class ForwardCall:
             if len(unit.holders) > 1 or self not in unit.holders:
                 unit.end_holds(UNTIL_BACKWARD, USER)
         elif self in unit.holders:
-            engine.keep(unit, UNTIL_NEXT_PASS)
+            engine.keep(unit, UNTIL_NEXT_PASS, for_good=True)
         if self in unit.holders:
             engine.done(unit, self)
 
@@ -140,8 +140,8 @@ _mark: Callable[..., Any] = super(torch.autograd.Function, _EndOfBackward).apply
 
 
 class HookDriver:
-    """The code that runs around the calls of one unit's modules. torch.compile never traces it. `engine`: the engine of
-    the model; it is made when it is first needed."""
+    """The code that runs around the calls of one unit's modules. torch.compile does not trace it. `engine`: the engine
+    of the model; it is made when it is first needed."""
 
     engine: Engine
 
@@ -284,7 +284,7 @@ class HookDriver:
             if len(unit.holders) > 1:
                 unit.end_holds(UNTIL_BACKWARD, USER)
         if self._hold in unit.holders:
-            engine.done(unit, self._hold, backward_follows=call is not None and not recomputing)
+            engine.done(unit, self._hold, backward_follows=call is not None)
 
     def _reshards(self) -> bool:
         choice = self.unit.reshard_after_forward

@@ -103,8 +103,8 @@ class FSDPModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank inside this context, without reductions. The next backward after the
-        context reduces them. As with DDP's `no_sync`, use it for all microbatches of a step but the last."""
+        """Accumulate gradients on this rank inside this context, without reductions. The next backward that reduces
+        gradients includes them. As with DDP's `no_sync`, use it for all microbatches of a step but the last."""
         units = units_under(self)
         before = [unit.requires_gradient_sync for unit in units]
         self.set_requires_gradient_sync(False)
@@ -116,8 +116,8 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set, for the whole model, whether each backward from now on is a step's last. Default: True.
-        "no_shard" and "optim" reduce only in the last backward. The other strategies reduce over the shard axis in
-        every backward, and over the outer axis of a 2-D mesh only in the last one."""
+        "no_shard" and "optim" reduce only in the last backward. With the other strategies, only the reduction over the
+        outer axis of a 2-D mesh waits for the last one."""
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
         runtime_of(self).reductions.last_backward = is_last_backward
 
@@ -225,7 +225,7 @@ class FSDPModule:
             runtime.change(separate_all_gather_group=enable)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Make the next pass wait for `event`, which you recorded after an optimizer step on another stream."""
+        """Make the next pass or `unshard()` wait for `event`, recorded after an optimizer step on another stream."""
         runtime_of(self).post_optimizer_event = event
 
     def set_custom_all_gather(self, comm: Any) -> None:
@@ -251,8 +251,8 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Clean up the model after an exception in forward or backward. Without this call, the next pass cleans up. A
-        failed backward drops all gradients of sharded parameters. A failed forward keeps every `.grad`, but
-        this call drops the unreduced gradients of earlier backwards, which the next pass would keep."""
+        failed backward drops the gradients of all units and sets their `.grad` to None. A failed forward keeps `.grad`,
+        but this call drops the unreduced gradients of earlier backwards, which the next pass would keep."""
         runtime_of(self).reset()
 
 
@@ -281,7 +281,7 @@ class UnshardHandle:
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make the method named `method_name` gather parameters as `forward` does. Does nothing if `module` is not sharded.
-    Raises ValueError if the method does not exist."""
+    Raises ValueError if its class has no such method."""
     if not isinstance(module, FSDPModule):
         return
     method = getattr(type(module), method_name, None)

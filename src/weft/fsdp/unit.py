@@ -90,7 +90,7 @@ class Unit:
         self.policy = policy
         self.name, self.number = "", 0
         self.channels: Channels = None  # type: ignore[assignment]  # set when the runtime of the model is created
-        self.serial = next(_serials)  # among all units of the process: equal on ranks that build the same models
+        self.serial = next(_serials)  # equal on ranks that build the same models in the same order
         self.state = State.AT_REST
         self.resident = False  # whether full weights are here or on the way: `state is not AT_REST`, but faster
         self.holders: dict[Any, None] = {}

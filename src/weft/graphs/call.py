@@ -4,7 +4,7 @@ call                                                  what happens
 ----------------------------------------------------  ------------------------------------------------------------
 evaluation, recomputation, a dispatch mode, ...       eager, counted with the reason
 new shapes, numbers, structure or dtypes              eager; the layouts of the outputs' gradients are noted
-known shapes etc., and a steady memory plan (*)       eager, and also captured; replayed once all ranks have captured it
+known shapes etc., and a steady memory plan (*)       eager, and also captured; replayed once the ranks have agreed
 captured, same addresses, no forward in flight        a replay
 captured, its last forward still waits for backward   eager; if a schedule drives the model, another capture
 weights or buffers have other addresses               the capture is dropped, and replaced once the plan is steady
@@ -54,7 +54,7 @@ class Owner(Protocol):
 
     @property
     def in_schedule(self) -> bool:
-        """Whether several microbatches are in flight."""
+        """Whether several microbatches may be in flight."""
         ...
 
 
@@ -209,7 +209,7 @@ class GraphedCall:
         self._signatures.clear()
 
     def enable(self) -> None:
-        """Allow replays of the captures, because all ranks have them."""
+        """Allow replays of the captures, after the ranks have agreed (`GraphTable.agree`)."""
         for signature in self._signatures.values():
             for captured in signature.captured:
                 captured.ready = True

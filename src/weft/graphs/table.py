@@ -40,7 +40,7 @@ class Engine(Protocol):
 
 class GraphTable:
     """The graphed calls of one model. `root`: its root module. Raises ValueError if `settings` choose a module that
-    cannot be captured, or no part of the model, or a backend that does not run on `device`."""
+    `_check` refuses, or no part of the model, or a backend that does not run on `device`."""
 
     def __init__(self, settings: Settings, root: nn.Module, engine: Engine, device: torch.device) -> None:
         self.settings = settings
@@ -99,7 +99,7 @@ class GraphTable:
 
     @property
     def in_schedule(self) -> bool:
-        """Whether several microbatches are in flight."""
+        """Whether several microbatches may be in flight."""
         return self._engine.in_schedule
 
     @property
@@ -150,6 +150,7 @@ class GraphTable:
             yield name, named[name]
 
     def _check(self, name: str, module: nn.Module) -> None:
+        """Raise ValueError if `module` is compiled, or contains another unit, hooks or a compiled module."""
         for inner_name, inner in module.named_modules():
             whole = f"{name}.{inner_name}" if inner_name else name
             if inner is not module and isinstance(inner, FSDPModule):

@@ -1,6 +1,6 @@
 """A graph on the CPU: recorded operators, which run again on the same tensors.
 
-    capture   every operator runs and is recorded with its arguments and results
+    capture   operators run; those that write memory are recorded with their arguments and results
     replay    the operators run again: their results are copied into the tensors of the capture
 
 A CUDA graph has the same semantics: constant addresses, frozen control flow, no Python code of the model.

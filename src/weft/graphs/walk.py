@@ -1,4 +1,4 @@
-"""Finds all Python state, other than tensors, that a captured function may read."""
+"""Finds the Python state, other than tensors, that a captured function may reach through its modules and closure."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

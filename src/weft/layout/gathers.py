@@ -177,7 +177,7 @@ class GatherOrder:
     def use(self, unit: Gathered, holder: Any, named: Iterable[Gathered] | None = None) -> None:
         """Gather `unit`, and hold it for `holder`, which uses it now. Also start to gather units ahead: the units in
         `named` or, if it is None, the units that the trace predicts. The gathers ahead start before the wait for the
-        gather of `unit`, so that the lanes (communication queues) always have work."""
+        gather of `unit`, so that the lanes (communication queues) have work during this wait."""
         here, number, backward = self.current, unit.number, holder.backward
         position, expected = here.position, here.expected
         here.events.append(("use", number, int(backward and unit.two_copies)))
@@ -209,11 +209,11 @@ class GatherOrder:
                     self._gather(ahead, ahead.backward)
         unit.acquire(holder)
 
-    def keep(self, unit: Gathered, holder: Any) -> None:
-        """Hold `unit` for `holder` after a use. After a forward: until its backward, or without a backward, until the
-        next forward. After a backward: until the user reshards the unit."""
+    def keep(self, unit: Gathered, holder: Any, *, for_good: bool = False) -> None:
+        """Hold `unit` for `holder` after a use. After a forward: until its backward or the next forward. `for_good`:
+        after a backward, until the user reshards the unit."""
+        self.current.events.append(("keep", unit.number, int(for_good)))
         if holder not in unit.holders:
-            self.current.events.append(("keep", unit.number, 0))
             unit.acquire(holder)
 
     def done(self, unit: Gathered, holder: Any, *, backward_follows: bool = False) -> None:

@@ -4,9 +4,9 @@
     flat buffer   aaaa aaaa|aaaa .... bb bbb|cccccc ........|
                   shard 0   shard 1         shard 2          .  padding,  |  shard border
 
-A layout is arithmetic over shapes, without processes or memory. Tensors are cut between whole dim-0 rows if possible,
-otherwise between rows of trailing dimensions, otherwise between single elements. Cuts between single elements always
-fit, with at most `ALIGNMENT_BYTES` of padding per shard.
+A layout is arithmetic over shapes, without processes or memory. Tensors are cut between whole dim-0 rows if this needs
+little padding, otherwise between rows of trailing dimensions, otherwise between single elements. Cuts between single
+elements always fit, with at most `ALIGNMENT_BYTES` of padding per shard.
 """
 
 import math
@@ -97,8 +97,8 @@ def plan_layout(
     """Return a layout of tensors with these shapes, in this order, in `shards` equal shards. `itemsize`: bytes per
     element in the smallest dtype that uses the layout. `granularities`: per tensor, cuts are only at multiples of this
     number of elements (1: anywhere; the tensor's size: nowhere). `dims`: per tensor, the dimension that is stored first
-    and cut; default: 0. Cuts are as coarse as possible while the padding is at most `PREFERENCE` of the data or
-    `ALIGNMENT_BYTES` per shard, whichever is more. Among such cuts, shards are as small as possible. Only
+    and cut; default: 0. Coarser cuts are preferred while the padding is at most `PREFERENCE` of the data or
+    `ALIGNMENT_BYTES` per shard, whichever is more. Among equally coarse cuts, smaller shards are preferred. Only
     `granularities` can force more padding. Raises ValueError if `shards` or a granularity is below 1."""
     tensors = [Extent(tuple(shape), 0, 1, dim) for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True)]
     sizes = [tensor.numel for tensor in tensors]

@@ -131,7 +131,7 @@ class Plan:
     - `names`: the names of the units, by number.
     - `off_plan`: how many passes so far used other units than the previous pass of their kind, or used them in another
       order, by reason. Passes that only end early do not count.
-    - `addresses`: the byte offset of each unit's weights in the slab of all weights, by unit name.
+    - `addresses`: the byte offset of each unit's weights (its first group's) in the slab of all weights, by unit name.
     """
 
     steps: tuple[Step, ...]

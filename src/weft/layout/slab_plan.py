@@ -1,4 +1,4 @@
-"""Assigns memory to transient buffers by interval coloring. Buffers that are never live together share memory.
+"""Assigns memory to transient buffers by interval coloring. Buffers that are never live together may share memory.
 
     time  ->         0    1    2    3    4    5    6    7
     block 0          =====                         =====        bottom
@@ -6,10 +6,11 @@
     block 2                    ===============                  bottom
     root             ===================================        below all of them
 
-A buffer has one offset for all its lifetimes, so its address never changes. Two buffers overlap in the slab only if
-they are never live together. Buffers that are live together with all others are stacked. The rest is placed at the
-bottom and the top of the remaining space. This is optimal for layers of any sizes if one layer is gathered ahead:
-adjacent layers take opposite ends. If more layers are live together, a few orders and total heights are tried.
+A buffer has one offset for all its lifetimes, so its address stays the same under one plan. Two buffers overlap in the
+slab only if they are never live together. Buffers that are live together with all others are stacked. The rest is
+placed at the bottom and the top of the remaining space. This is optimal for layers of any sizes if they are used in
+order and one is gathered ahead: adjacent layers take opposite ends. If more layers are live together, a few orders and
+total heights are tried.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping

@@ -11,8 +11,8 @@
     -----    -----------------------------------------------------------------------------------
     use      a module starts to compute with the full weights
     ahead    the user has asked to prefetch this unit at the preceding `use`
-    keep     the full weights stay: after a forward until its backward (without gradients: until the next forward),
-             after a backward until `reshard`
+    keep     the full weights stay: after a forward or a recomputation until its backward or the next forward, after
+             a backward until `reshard`
     done     the module has finished computing with the full weights
     offer    modules of the unit may now write gradients of their parameters directly into buffers
     write    a module is about to write a gradient
@@ -31,7 +31,8 @@ class Event(NamedTuple):
     """One event. `unit`: the unit's number. `detail` is 0, except in these events:
 
     - `use`: 1 in a backward that has its own copy of the unit's weights.
-    - `done`: 1 in a forward that a backward follows.
+    - `keep`: 1 after a backward that does not free the weights.
+    - `done`: 1 in a forward, or a recomputation, that a backward follows.
     - `ready`: 1 if reductions run all their stages, as in a step's last backward.
     - `offer`: 1 if gradients wait for another backward.
     - `write`: n, the index of the group among the unit's groups, or -1 - n if its gradients wait for another backward.

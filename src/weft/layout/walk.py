@@ -212,9 +212,9 @@ class Walk:
             ahead = takewhile(lambda each: each.what == "ahead", islice(trace.events, position + 1, None))
             self._gathers.use(unit, holder, [self.units[each.unit] for each in ahead] or None)
         elif event.what == "keep":
-            self._gathers.keep(unit, "for good" if backward else "until backward")
+            self._gathers.keep(unit, "for good" if event.detail else "until backward", for_good=bool(event.detail))
         elif event.what == "done":
-            if backward:
+            if backward and not event.detail:  # not a recomputation, whose backward follows
                 unit.release("until backward")
             elif trace.kind == "forward":
                 unit.keeps_shard = bool(event.detail)
@@ -252,7 +252,7 @@ class Walk:
             self._gradients.take_turns(None)
             return
         ready = {event.unit for event in trace.events if event.what == "ready"}
-        order = dict.fromkeys(self.limits.order or reversed(range(len(self.units))))
+        order = self.limits.order or range(len(self.units) - 1, -1, -1)
         due = [self.units[n].facts.due(n) for n in order if n in ready and self._gradients.groups_of(n)]
         self._gradients.take_turns(turns_of(due, self.limits.bucket_bytes))
 

@@ -1,4 +1,4 @@
-"""Local permutations of rows, with exact and deterministic backwards.
+"""Local permutations of rows, with deterministic backwards.
 
     spread   tokens -> one row per assignment, sorted by expert
     weigh    the reverse: the weighted sum over a token's assignments, in fp32 or wider, always in the same order

@@ -34,7 +34,7 @@ from weft.mesh import parts_of, ranks_over
 
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of all gradients of a sharded model, a 0-D tensor, the same on every rank. Collective.
+    """Return the norm of all gradients of a sharded model, a 0-D tensor, on every rank. Collective.
 
     The norm is fp32, or fp64 if any gradients on this pipeline stage are fp64, so stages may round it differently.
     Every element of all stages counts once, even if it is replicated, belongs to an expert, or is in a tensor-parallel

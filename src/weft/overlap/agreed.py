@@ -1,4 +1,4 @@
-"""Checks that all ranks that communicate in a schedule called it with the same arguments.
+"""Checks that ranks that communicate in a schedule called it with arguments that fit together.
 
     ranks                          must have the same
     -----------------------------  -------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def agree_on_schedule(
     microbatches: Sequence[Microbatch],
     order: Any = (),
 ) -> bool:
-    """Raise CollectiveMismatch on all ranks that communicate in a schedule if they call it with different arguments.
+    """Raise CollectiveMismatch on all ranks that communicate in a schedule if their arguments do not fit together.
 
     `what`: the schedule's name, or a description of the evaluation. `order`: everything that determines the order of
     exchanges: the table's entries and the options. Returns True if this is the model's first schedule, or if the

@@ -9,7 +9,7 @@
     finish     compute    weighting, residual
 
 A row is the hidden state of a token, as it is sent to experts. The lane `exchange` is a communication queue that runs
-in parallel with the computation. A layer's `forward` calls `run_stages`, so a scheduled run and a plain run use the
+in parallel with the computation. If a layer's `forward` calls `run_stages`, a scheduled run and a plain run use the
 same code. Stages pass tensors to later stages in the `Crossing`. If a differentiable tensor bypasses the `Crossing` in
 one of the model's first microbatches, the schedule raises an error.
 """

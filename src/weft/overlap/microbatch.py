@@ -33,12 +33,12 @@ class Microbatch:
 
     @property
     def shapes(self) -> tuple:
-        """The shapes of all tensors, as a hashable key."""
+        """The shapes of all tensors but the labels, as a hashable key."""
         beside = ((name, tuple(value.shape)) for name, value in self.beside.items() if isinstance(value, Tensor))
         return tuple(self.tokens.shape), *sorted(beside)
 
     def said(self) -> str:
-        """Return a text that must be equal on all ranks of a pipeline: shapes of tensors, other values in full."""
+        """Return a text that must be equal on all ranks of a pipeline: the shapes as in `shapes`, and other values."""
         labels = "" if self.labels is not None else " without labels"
         beside = {
             name: list(value.shape) if isinstance(value, Tensor) else value for name, value in self.beside.items()

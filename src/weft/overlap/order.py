@@ -25,7 +25,7 @@ B. The delayed weight gradients of A run during B.combine for two reasons. First
 no forward can run during its B.combine. Second, in a pair, F.attend has just sent the sizes of F.dispatch, and the
 ranks exchange these sizes while the weight gradients are computed. On a device with streams, the host queues B.experts
 before it waits for the sizes, so that the device has work during the wait. F.dispatch waits for F.attend only, so it
-runs at the same time as B.experts.
+can run at the same time as B.experts.
 
 The layers of prediction depths follow the layers of the last chunk. A depth has a step "enter" before its first layer
 and a step "leave" after its last. A chunk has one step before its layers and one step after them:

@@ -54,7 +54,8 @@ def forward_backward(
         schedule: the order of microbatches on each pipeline rank: a name (see `weft.pipeline.schedules`), the path of a
             file with a table, or a `weft.pipeline.Table`. Default: "combined" with `overlap`, otherwise "1f1b".
         overlap: if False, run the two microbatches of a pair one after the other, as a reference.
-        delay_wgrad: compute the weight gradients of linear and expert layers separately, during an exchange.
+        delay_wgrad: compute the weight gradients of linear and expert layers separately, during an exchange if there
+            is one.
         early_release: in a pair of a forward and a backward, free the activations of the backward's layer before the
             forward runs its experts. This takes less memory and hides less communication.
         halves: if the forward or the backward of a microbatch is not in a pair, exchange each half of its tokens

@@ -68,8 +68,8 @@ def combined(ranks: int, chunks: int, microbatches: int) -> Table:
 
 
 def paired(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return the table of `combined` with more pairs: two adjacent forwards of a chunk form a pair at the start, and
-    two adjacent backwards at the end.
+    """Return the table of `combined`, except that two adjacent forwards of a chunk form a pair at the start, and two
+    adjacent backwards of a chunk at the end.
 
     With one rank and one chunk, `combined` starts with a single forward. This table then starts with two forwards, and
     keeps the activations of one more microbatch in memory.

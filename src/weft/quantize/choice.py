@@ -28,11 +28,11 @@ class ExceptEnds:
 
 
 def except_ends(first: int = 1, last: int = 1) -> ExceptEnds:
-    """Return a value for `MixedPrecisionPolicy(quantize=...)` that quantizes all but the first and the last layers.
+    """Return a value for `MixedPrecisionPolicy(quantize=...)` that leaves out the first and the last layers.
 
-    `first`, `last`: the number of layers at the beginning and at the end of the model that are not quantized. Use this
-    function with `weft.models.shard`. Layers are counted over the whole model (all pipeline stages). Each symbol of the
-    model's layer pattern counts as a layer, even inside a group such as `[*-]`. The layers of prediction depths
-    (multi-token prediction) come last.
+    `first`, `last`: the number of layers at the beginning and at the end of the model that are not quantized. Of the
+    other layers, the projections are quantized. Use this function with `weft.models.shard`. Layers are counted over the
+    whole model (all pipeline stages). Each symbol of the model's layer pattern counts as a layer, even inside a group
+    such as `[*-]`. The layers of prediction depths (multi-token prediction) come last.
     """
     return ExceptEnds(first, last)

@@ -9,10 +9,10 @@ format  code            its bits in the fp32         the fp32 value is too small
 e4m3    s eeee mmm      bits 26..20, sign in 31      2 ** 120
 e2m1    s ee m ....     bits 24..22, sign in 31      2 ** 126
 
-On CPU, torch converts float8 one element at a time, which takes ten times as long as these integer operations. The
-integer operations run in chunks that fit the cache, so that temporary values exist for only one chunk at a time.
-Devices other than the CPU use torch's conversion. The CPU uses it only if a payload has a NaN, because the integer
-operations would turn the NaN into a number.
+On CPU, torch converts float8 one element at a time, which is slower than these integer operations. The integer
+operations run in chunks that fit the cache, so that temporary values exist for only one chunk at a time. Devices other
+than the CPU use torch's conversion. The CPU uses it only if a payload has a NaN, because the integer operations would
+turn the NaN into a number.
 """
 
 from typing import Any

@@ -3,10 +3,11 @@
     bytes of a shard, in memory and as sent:       | payload, in layout order | scales of the shard's blocks |
     on all ranks, for recipes with one scale per matrix:   maxima of the matrices
 
-No block crosses the border of a shard, so each rank quantizes its shard without communication. Recipes with one scale
-per matrix need the maximum of the whole matrix: once per step, `weft.fsdp.runtime.freshness` reduces the shards' maxima
-over the ranks. One message carries payload and scales. Each piece of a shard (its part of one tensor) is dequantized
-directly from the received bytes into the full weights or, with `compute="scaled"`, copied there in quantized form.
+Blocks smaller than a matrix do not cross the border of a shard, so each rank quantizes them without communication.
+Recipes with one scale per matrix need the maximum of the whole matrix: once per step, `weft.fsdp.runtime.freshness`
+reduces the shards' maxima over the ranks. One message carries payload and scales. Each piece of a shard (its part of
+one tensor) is dequantized directly from the received bytes into the full weights or, with `compute="scaled"`, copied
+there in quantized form.
 
 With mx and `compute="scaled"`, weights have two copies. Both copies are made from the same main weights at the same
 time. Forward gathers copy 0, with blocks along the dimension over which forward products sum. Backward gathers copy 1,

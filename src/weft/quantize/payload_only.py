@@ -17,8 +17,8 @@
       a parameter
 
 The payload changes only if the main weights are written. Quantizing the restored main weights gives the same payload
-again, with few exceptions for `nvfp4`. With `pow2=True`, some blocks get half the scale and other codes for the same
-values. State dicts can therefore hold dequantized values, which do not depend on the format.
+again, with few exceptions for `nvfp4` and fp16 parameters. With `pow2=True`, some blocks get half the scale and other
+codes for the same values. State dicts can therefore hold dequantized values, which do not depend on the format.
 """
 
 import sys

@@ -191,8 +191,8 @@ def _checked_ignored(parameters: Any) -> set[nn.Parameter]:
 
 
 def _default_mesh(modules: list[nn.Module], ignored: set[nn.Parameter]) -> DeviceMesh:
-    """Return a mesh of all ranks on the device of the parameters that are not `ignored`. If they are on CPU or meta,
-    use CUDA if possible."""
+    """Return a mesh of all ranks on the device of the first parameter that is not `ignored`. If there is none, or it is
+    on CPU or meta, use CUDA if possible."""
     if not dist.is_initialized():
         raise ValueError(
             "fully_shard needs a process group: call torch.distributed.init_process_group, or use torchrun"

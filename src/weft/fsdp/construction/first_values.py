@@ -1,7 +1,7 @@
 """Allocates and initializes modules that were built on the meta device, one unit at a time: the full initial
 tensors of a unit exist only while `fully_shard` shards it.
 
-Each module with parameters or buffers on the meta device gets memory, and `reset_parameters()` fills it. Children
+A module with parameters or buffers on the meta device gets memory, which its `reset_parameters()` fills. Children
 are filled first, as in constructors. Units that are sharded in the order of the model's construction therefore draw the
 same random numbers as on a real device. All ranks of a mesh take the values of its first rank, even if their random
 generators differ.

@@ -163,7 +163,7 @@ def _owned_parameters(owners: dict[nn.Module, str]) -> dict[nn.Parameter, Slot]:
 
 
 def _refuse_sparse(owners: dict[nn.Module, str], found: dict[nn.Parameter, Slot]) -> None:
-    """Raise ValueError for embeddings with sparse gradients: flat gradient buffers are dense."""
+    """Raise ValueError for trainable embeddings with sparse gradients: flat gradient buffers are dense."""
     for module, prefix in owners.items():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             weight = module._parameters.get("weight")
@@ -177,7 +177,7 @@ def _refuse_sparse(owners: dict[nn.Module, str], found: dict[nn.Parameter, Slot]
 
 def _refuse_shared_memory(owners: dict[nn.Module, str], found: dict[nn.Parameter, Slot]) -> None:
     """Raise ValueError for a trainable parameter that shares memory with another parameter or a buffer: the shards are
-    copies, so the other tensor would keep its initial values."""
+    copies, so the other tensor would keep its initial values. Tensors without a `_span` are not compared."""
     places = [(_span(p), f"parameter {slot.name!r}", p.requires_grad) for p, slot in found.items()]
     for module, prefix in owners.items():
         buffers = module._buffers.items()

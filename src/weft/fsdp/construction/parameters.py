@@ -1,8 +1,8 @@
 """Decides for one parameter whether it can be sharded, where it is cut, and whether it is quantized.
 
-A parameter can be sharded if its class overrides no operators. If it is a DTensor with a tensor-parallel placement,
-this rank's slice is sharded further. `shard_placement_fn` chooses where parameters may be cut. With
-`param_quantization`, parameters whose class overrides `dequantize` are first replaced by plain ones.
+A tensor subclass with its own operators cannot be sharded, except DTensor: if it has a tensor-parallel placement, this
+rank's slice is sharded further. `shard_placement_fn` chooses where parameters may be cut. With `param_quantization`,
+parameters whose class overrides `dequantize` are first replaced by plain ones.
 """
 
 import math
@@ -95,8 +95,9 @@ class BlockAtomic:
 
 def cutting_of(parameter: nn.Parameter, name: str, choice: Any, recipe: Quantization | None) -> tuple[int, int]:
     """Return the number of elements between possible cuts of `parameter`, and the dimension that is cut. For a
-    tensor-parallel parameter, both refer to this rank's slice. No cut divides a block of `recipe`. Raises ValueError if
-    `choice`, the result of `shard_placement_fn`, is not supported or does not fit the shape or `recipe`."""
+    tensor-parallel parameter, both refer to this rank's slice. No cut divides a block of `recipe`, unless the block is
+    a whole matrix. Raises ValueError if `choice`, the result of `shard_placement_fn`, is not supported or does not fit
+    the shape or `recipe`."""
     shape = tuple(local_of(parameter).shape)
     step, dim = _granularity(shape, name, choice)
     if recipe is not None and dim and not (recipe.kind == "tensorwise" and len(shape) == 2):

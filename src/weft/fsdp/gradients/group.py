@@ -64,7 +64,7 @@ class GroupGradients:
     def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter]) -> None:
         self.where = Where.NOWHERE
         self.main = MainGradients(plan, parameters)
-        self.is_owed = False  # whether some rank may have packed gradients of an earlier backward; equal on all ranks
+        self.is_owed = False  # whether some rank may have packed gradients of an earlier backward
         self.gives_all = False  # whether unused parameters get a gradient of zeros even with `check_collectives`
         self.sums_only = False  # whether reductions are sums that weft scales, never averages by the backend
         self.hook: Callable[[torch.Tensor], None] | None = None

@@ -11,7 +11,7 @@
                          trains now, failed graph captures, units that   the same on all ranks; units that any rank has
                          a pass has resharded                            resharded are resharded
 
-With `check_collectives=False` the ranks exchange nothing. Each rank then assumes that every parameter that requires
+With `check_collectives=False` the ranks skip these exchanges. Each rank then assumes that every parameter that requires
 gradients has one.
 """
 

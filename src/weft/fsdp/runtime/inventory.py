@@ -1,4 +1,4 @@
-"""Finds trainable parameters that belong to no unit: no rank would reduce their gradients.
+"""Finds trainable parameters that belong to no unit: weft would not reduce their gradients.
 
 Parameters under a root are checked at the beginning of each forward pass and schedule (`Inventory`). The first check
 walks through all modules. Later checks compare object identities with those of the last walk, without a Python call per
@@ -6,10 +6,10 @@ module, and walk again only if these differ or a frozen parameter in no unit was
 are not reported here: the unit raises an error when it next registers its parameters.
 
 If the user forgot to call `fully_shard` on the whole model, parameters of modules around the root are in no unit. weft
-does not see these modules. Therefore the graph of each root's first backward without `inputs` is inspected before it
-runs (`look_around`). weft raises an error for such parameters, unless the user handles their gradients with hooks,
-`ignored_params`, DDP or FSDP. Parameters of other modules, such as a loss, only cause a warning: the user may reduce
-their gradients.
+does not see these modules. Therefore, on several ranks, the graph of a root's first backward without `inputs` is
+inspected before it runs (`look_around`). weft raises an error for such parameters, unless the user handles their
+gradients with hooks, `ignored_params`, DDP or FSDP. Parameters of other modules, such as a loss, only cause a warning:
+the user may reduce their gradients.
 """
 
 import gc

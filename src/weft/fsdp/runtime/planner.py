@@ -34,7 +34,7 @@ class Planner:
         self.channels.weights.foresee(map(self._memory_of, plan.alive))
 
     def end_pass(self) -> None:
-        """End a pass. If it differed from the memory plan, make a new plan, unless weights are still gathered."""
+        """End a pass. If it differed from the memory plan, make a new plan, unless buffers are still in use."""
         weights = self.channels.weights
         weights.end_step(self._foreseen() if weights.outdated else ())
         self.channels.gradients.end_step()

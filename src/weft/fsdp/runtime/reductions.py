@@ -140,7 +140,7 @@ class Reductions(ReductionOrder):
     # --- methods that `ReductionOrder` describes and calls ------------------------------------------------------------
 
     def groups_of(self, unit: int) -> Sequence[ParameterGroup]:
-        """Return the unit's groups that all ranks reduce."""
+        """Return the unit's groups whose gradients are reduced."""
         return self._units[unit].trainable_groups
 
     def waits_for_turn(self, unit: int) -> bool:

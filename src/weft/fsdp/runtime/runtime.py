@@ -9,7 +9,8 @@
     begin_backward               register a callback for the end of autograd's backward; a failure drops the callback
     end_backward                 end the calls that no hook has ended; agree with the other ranks; collect the
                                  reductions; free the units' memory; plan memory; set `.grad`
-    fail, recover                immediately drop holders and, in a backward, gradients; clean up at the next call
+    fail, recover                immediately drop holders and, in a backward, gradients; clean up, at the latest at the
+                                 next call
 
 `passes` knows the current pass, `shared` acts on all units, `consensus` exchanges state with the other ranks, and
 `joint_backward` handles backwards that run through several models of the process.

@@ -1,8 +1,8 @@
 """Initial values: every parameter must have values, and all ranks with the same parameter must have the same values.
 
-When a unit is made, values are broadcast from the first replica, so that ranks may have different seeds. Values that
-were filled later are broadcast at the first pass of the root. When the root's runtime is made, parameters that tensor
-parallelism does not slice are broadcast over the tensor-parallel ranks.
+When a unit is made, values are broadcast from the first replica, so that ranks may have different seeds. Parameters
+that were then unfilled, on the meta device, are broadcast at the first pass of the root. When the root's runtime is
+made, parameters that tensor parallelism does not slice are broadcast over the tensor-parallel ranks.
 """
 
 from collections.abc import Sequence
