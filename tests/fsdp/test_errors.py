@@ -99,6 +99,8 @@ def test_options_that_cannot_be_honoured_are_refused_and_not_ignored():
         weft.fully_shard(block, gradient_divide_factor="2")
     with refused(TypeError, "mesh='cpu'", "DeviceMesh", "None"):
         weft.fully_shard(block, mesh="cpu")
+    with refused(TypeError, "dp_mesh_dims='shard'", "weft.DataParallelMeshDims"):
+        weft.fully_shard(block, dp_mesh_dims="shard")
     with refused(TypeError, "runtime={}", "weft.RuntimeOptions"):
         weft.fully_shard(block, runtime={})
     with refused(TypeError, "shard_placement_fn=Shard(dim=0)", "function"):

@@ -37,6 +37,7 @@ def test_a_write_to_a_parameter_from_before_sharding_is_refused_and_its_values_c
             lambda: torch._foreach_add_([held], 1.0),
             lambda: held.__setitem__(0, 1.0),
             lambda: setattr(held, "data", values * 2),
+            lambda: torch.add(values, 1.0, out=held),
         ):
             with pytest.raises(RuntimeError, match=HELD):
                 write()

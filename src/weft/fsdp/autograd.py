@@ -16,8 +16,8 @@ error, because the parameter is in no graph, but the error does not say which pa
 torch's function that runs a backward, and adds the names.
 
 Other code may still hold the original parameters (`Original`), which `fully_shard` has replaced. Their values, shapes
-and attributes stay as they were. In-place operators on them raise, because their writes would not reach the model.
-(Writes through `.data`, `detach()` or `out=` are not noticed.) Reading `.grad` also raises. Otherwise, an optimizer
+and attributes stay as they were. Operators that write to them raise, because the writes would not reach the model.
+(Writes through `.data` or `detach()` are not noticed.) Reading `.grad` also raises. Otherwise, an optimizer
 that was built before sharding would silently train nothing. A backward that reaches an original parameter raises too: a
 forward that computed with it would use the first values forever.
 """
@@ -197,8 +197,8 @@ HARMLESS = frozenset(
 
 
 class Original:
-    """Mixin for the class of an original parameter, which a sharded parameter has replaced. Uses of `.grad`, in-place
-    operators and a backward that reaches the original parameter raise RuntimeError."""
+    """Mixin for the class of an original parameter, which a sharded parameter has replaced. Uses of `.grad`,
+    operators that write to it, and a backward that reaches it raise RuntimeError."""
 
     __slots__ = ()
 
@@ -206,8 +206,10 @@ class Original:
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with behind_classes():
             name, attribute = names_of(func)
-            if attribute == "grad" or _WRITES.fullmatch(name):
-                held = next((each for each in tree_leaves((args[:1], kwargs)) if isinstance(each, Original)), None)
+            writes = attribute == "grad" or _WRITES.fullmatch(name)
+            written = (args[:1], kwargs) if writes else kwargs and kwargs.get("out")
+            if written is not None:
+                held = next((each for each in tree_leaves(written) if isinstance(each, Original)), None)
                 if held is not None:
                     raise RuntimeError(
                         f"{_original(held)}: an optimizer step or a write on the old one never reaches the model. "

@@ -71,6 +71,8 @@ class Request:
         self.offload = offload_of(given.offload_policy if given.offload_policy is not None else OffloadPolicy())
         self.replicas: tuple[str, ...] = ()
         if (dims := given.dp_mesh_dims) is not None:
+            if not (hasattr(dims, "shard") and hasattr(dims, "replicate")):
+                raise TypeError(f"dp_mesh_dims={dims!r}: pass weft.DataParallelMeshDims(...)")
             self.replicas = _axes_of(dims)
             if mesh is None:
                 raise ValueError(f"dp_mesh_dims={dims} names axes of a mesh: pass the mesh too")
