@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 LOOK_S = 0.01
 """The seconds between two checks of whether trials have ended."""
-JOB_S = 30
+JOB_S = 15
 """The time limit of a test's ranks, in seconds, on a machine that also runs other programs. Most take less than one
 second, but mutants may hang."""
 

@@ -138,7 +138,7 @@ class Pool:
         while waiting and time.monotonic() < deadline:
             # Once one rank failed, the others only have a moment: they may hang in a collective that it left.
             if any(not good for good, _ in answers.values()):
-                deadline = min(deadline, time.monotonic() + 5)
+                deadline = min(deadline, time.monotonic() + min(5, timeout / 10))
             for pipe in multiprocessing.connection.wait(list(waiting), timeout=0.5):
                 rank = waiting.pop(pipe)
                 try:
