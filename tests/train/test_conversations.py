@@ -148,6 +148,9 @@ def test_a_template_without_marks_says_it_by_its_prompts_or_is_refused(tmp_path)
     last = "{{ messages[-1].content }}"
     with pytest.raises(ConfigError, match=r"no \{% generation %\} .*message 2 differently"):
         template_of({"chat_template.jinja": last.encode()}, "x").spans([*messages, *messages])
+    thinks = last + "{% if add_generation_prompt %}<think>{% endif %}"
+    with pytest.raises(ConfigError, match=r"no \{% generation %\} .*message 2 without the generation prompt"):
+        template_of({"chat_template.jinja": thinks.encode()}, "x").spans(messages)
     with pytest.raises(ConfigError, match=r"x: tokenizer_config\.json is damaged"):
         template_of({"chat_template.jinja": b"", "tokenizer_config.json": b"[]"}, "x")
 

@@ -76,9 +76,12 @@ class ChatTemplate:
             before = self.render(messages[:number], prompt=True)
             until = self.render(messages[: number + 1])
             if not (until.startswith(before) and text.startswith(until)):
+                reason = (
+                    "differently when others follow" if until.startswith(before) else "without the generation prompt"
+                )
                 raise ConfigError(
                     f"{self.name}: has no {{% generation %}} around the assistant's text, and renders message "
-                    f"{number + 1} differently when others follow; add {{% generation %}} to the template"
+                    f"{number + 1} {reason}; add {{% generation %}} to the template"
                 )
             found.append((len(before), len(until)))
         return text, found

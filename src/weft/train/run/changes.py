@@ -5,8 +5,8 @@
     PRINTED   the setting takes effect, and is printed before the first step
     SILENT    the setting takes effect, and changes the results by no more than rounding. Exceptions: router losses if
               `sharding.cp` changes, or `train.microbatch_size` with different numbers of labels in the sequences,
-              your own model if it uses dropout or the other rows of a microbatch, and the end of the run if
-              `train.validate_every` changes with `train.stop_after`.
+              your own model if it uses dropout or the other rows of a microbatch (BatchNorm's statistics change with
+              recomputation too), and the end of the run if `train.validate_every` changes with `train.stop_after`.
               Changes of `run.name` and `run.weights` have no effect on a resumed run
 
 docs/training.md has this table for users.
