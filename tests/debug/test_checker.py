@@ -218,6 +218,16 @@ def test_work_says_what_may_run_at_once():
     assert multiplied.before(negated)
 
 
+def test_a_wait_of_the_host_is_before_later_work_and_beside_the_work_it_waits_for():
+    with check_streams(record=True) as checker:
+        x = torch.ones(4)
+        x.sum().item()
+        x.neg_()
+    wait = next(each for each in checker.work if each.stream == "the host")
+    summed = next(each for each in checker.work if "sum" in each.operator)
+    assert wait.before(checker.work[-1]) and not wait.before(summed) and wait.beside(summed)
+
+
 def test_what_was_made_outside_of_a_check_is_refused_inside_and_the_other_way_round():
     def nothing(tag: int) -> Pending:
         return Pending()

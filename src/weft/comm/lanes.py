@@ -1,7 +1,7 @@
 """Lanes: ordered communication queues, which run during the computation.
 
     ticket = lane.run(all_gather, full, shard, group)                  # starts, the host continues
-    more = inner.run(all_gather, whole, full, other, after=ticket)     # in another lane: starts when the first has ended
+    more = inner.run(all_gather, whole, full, other, after=ticket)     # another lane: starts when the first has ended
     ...                                                                # computation
     more.wait()                                                        # computation from here on sees the result
 

@@ -62,7 +62,7 @@ class Ran:
     """A piece of work: its stream, its operator, and the names of weft's buffers that it reads and writes.
 
     `actor`, `time`, `clock`: the position in the order of work (see `weft.debug.clocks`). A wait of the host is also a
-    piece of work. The `clock` of a wait is the host's clock before the wait.
+    piece of work: it begins when the host begins to wait, and ends with the work for which the host waits.
     """
 
     stream: str
@@ -275,7 +275,8 @@ class StreamChecker:
     def _note_wait(self, what: str) -> None:
         self.waits[f"{what}, by {_site()}"] += 1
         if self._record:
-            self.work.append(Ran("the host", f"a wait for {what}", (), (), HOST, 0, dict(self._host.clock)))
+            clock = dict(self._host.clock)
+            self.work.append(Ran("the host", f"a wait for {what}", (), (), HOST, clock.get(HOST, 0) + 1, clock))
 
     def _note(
         self, name: str, access: Access, clock: Clock, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]

@@ -86,6 +86,7 @@ class Host:
         self._on_wait = on_wait
 
     def wait(self, clock: Clock, what: str) -> None:
-        """Record that the host waits for all work in `clock`. `what`: the cause, for `on_wait`."""
+        """Record that the host waits for all work in `clock`. The wait is a piece of the host's work. `what`: the
+        cause, for `on_wait`, which is called before the wait ends."""
         self._on_wait(what)
-        merge(self.clock, clock)
+        merge(self.clock, {**clock, HOST: self.clock.get(HOST, 0) + 1})

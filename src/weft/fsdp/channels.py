@@ -1,13 +1,15 @@
 """The lanes (ordered communication queues) and the pools of transient memory of one model.
 
-    lane       carries                                              pool        holds
-    --------   --------------------------------------------------   ---------   -----------------
-    gather     weights over the shard axis or both axes, uploads    weights     gathered weights
-    gathers    weights of several small units together
-    outer      weights and gradients over the outer axis alone      gradients   partial gradients
-    reduce     gradients over the shard axis
-    reductions gradients of several small units together
-    download   gradients to CPU memory
+    lane         carries
+    ----------   --------------------------------------------------
+    gather       weights over the shard axis or both axes, uploads
+    gathers      weights of several small units together
+    outer        weights and gradients over the outer axis alone
+    reduce       gradients over the shard axis
+    reductions   gradients of several small units together
+    download     gradients to CPU memory
+
+The pool `weights` holds gathered weights, the pool `gradients` partial gradients.
 
 If the transport has tags, messages of different models never match, because each parameter group has a separate channel
 number. Without tags, all ranks must run the models in the same order.

@@ -243,8 +243,8 @@ class Unit:
 
     def sync_versions(self) -> None:
         """Raise WeightsWritten if a write to gathered weights would be lost. Set version counters, so that autograd
-        raises an error for tensors that were saved before the latest write to the main weights. Gather weights again
-        that a failed gather has freed, now or, if they have no holder, at their next use."""
+        raises an error for tensors that were saved before the latest write to the main weights. If a failed gather has
+        freed the weights, gather them again: now if they have a holder, otherwise at their next use."""
         if any(group.gathered_from == LOST for group in self._coming):
             self.renew() if self.holders else self.free()
         elif self.state in (State.HERE, State.HELD):

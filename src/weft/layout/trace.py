@@ -33,7 +33,7 @@ class Event(NamedTuple):
     - `use`: 1 in a backward that has its own copy of the unit's weights.
     - `keep`: 1 after a backward that does not free the weights.
     - `done`: 1 in a forward, or a recomputation, that a backward follows.
-    - `ready`: 1 if reductions run all their stages, as in a step's last backward.
+    - `ready`: 1 if reductions also run over the outer axis, if there is one, as in a step's last backward.
     - `offer`: 1 if gradients wait for another backward.
     - `write`: n, the index of the group among the unit's groups, or -1 - n if its gradients wait for another backward.
     """

@@ -20,8 +20,9 @@ def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -
     counted, but not their recomputation in backward. Assignments that a capacity drops are included.
 
     `reset`: set the counters to zero afterwards. `group`: None to return the counts of this rank. With a process group
-    or a mesh, the counts are summed over its ranks. If each tensor-parallel rank routes only its own positions, the
-    sum also covers the tensor-parallel ranks. All ranks over which counts are summed must call this function.
+    or a mesh of data-parallel ranks, such as `meshes.dense`, the counts are summed over its ranks and, if each
+    tensor-parallel rank routes only its own positions, over the tensor-parallel ranks. (Otherwise the counts of
+    tensor-parallel ranks are equal.) All ranks over which counts are summed must call this function.
     """
     return _read(model, "load", reset, group)
 
@@ -64,11 +65,12 @@ def _read(model: nn.Module, buffer: str, reset: bool, group: Ranks) -> dict[str,
     counters = {name: layer.get_buffer(buffer) for name, layer in layers.items()}
     total = torch.cat([counter.view(-1) for counter in counters.values()])
     if isinstance(group, DeviceMesh):
-        groups = [group_of(group, axis) for axis in range(group.ndim)]
+        groups, ranks = [group_of(group, axis) for axis in range(group.ndim)], group.mesh.flatten().tolist()
     else:
-        groups = [group] if group is not None else []
+        groups, ranks = ([group], dist.get_process_group_ranks(group)) if group is not None else ([], [])
     others = next(iter(layers.values())).other_positions
-    if groups and others is not None and buffer != "router.added_loss":  # the loss already covers all positions
+    is_partial = buffer != "router.added_loss"  # a rank's router loss already covers all positions
+    if groups and is_partial and others is not None and not set(others.mesh.tolist()).issubset(ranks):
         groups.append(group_of(others, 0))
     for each in groups:
         reduce_now(total, dist.ReduceOp.SUM, each, "statistics of experts")

@@ -2,7 +2,7 @@
 
     Same        one tensor, unchanged; the files may store copies of it
     PerExpert   [experts, in, out] from a matrix [out, in] of each expert
-    Rows        the rows of several matrices, in another order
+    Rows        the rows of several tensors, one tensor after another or in another order
     Half        one half of a tensor that holds two of weft's tensors, concatenated or interleaved
     Part        some rows of a tensor that holds several of weft's tensors
     Turned      [experts, in, out] from one tensor [experts, out, in]

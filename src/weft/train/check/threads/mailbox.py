@@ -55,14 +55,14 @@ class Mailbox:
         return number in self._messages[key]
 
     def leave(self, rank: int, said: str) -> None:
-        """Note that a rank has ended. If all other ranks wait for messages, they are in a deadlock. `said`: the text
-        about this rank in the message of a deadlock error."""
+        """Record that `rank` has ended. If all ranks that have not ended wait for messages, this is a deadlock: each of
+        them then raises Ended. `said`: the text about `rank` in the message of a deadlock error."""
         self._alive -= 1
         self.ended[rank] = said
         self._look()
 
     def fail(self) -> None:
-        """Note that a rank has raised an exception. Each other rank ends when it has to wait for a message."""
+        """Record that a rank has raised an exception. Each other rank ends when it has to wait for a message."""
         self.failed = True
         self._wake()
 
