@@ -8,6 +8,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.pairs import pairwise
 from tests.train.command import write_config
@@ -366,6 +369,13 @@ def test_a_weight_of_another_rank_s_slice():
     patch = mock.patch.object(parts, "spans_of", lambda sections, ranks, rank: spans_of(sections, ranks, 0))
     said = found(2, "[*-]", "sharding.tp=2", patch=patch)
     assert "first weight differs from that of one rank" in said and "tp cut" in said
+
+
+def test_a_weight_that_two_axes_divide_is_cut_on_both(world):
+    world(0, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    strided = [_StridedShard(0, split_factor=2), Shard(0)]
+    assert run._mark(DTensor.from_local(torch.ones(1, 2), mesh, strided, run_check=False)) == "dp_shard cut, tp cut"
 
 
 def test_clipping_that_leaves_out_a_parameter():

@@ -43,7 +43,7 @@ def convert(
         return _from_ours(source, target, model_type)
     if model_type is not None:
         raise ConversionError(
-            f"model_type={model_type!r}: {source} is converted to weft's own format, which has no model type"
+            f"model_type={model_type!r} (--family): {source} is converted to weft's own format, which has no model type"
         )
     return _to_ours(source, target, ignored)
 

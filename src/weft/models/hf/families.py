@@ -99,7 +99,8 @@ def refuse_ignored(directory: Path, ignored: Collection[str]) -> None:
     """Raise `ConversionError` if fields are to be `ignored` in `directory`, which is in weft's own format."""
     if ignored:
         raise ConversionError(
-            f"ignored={list(ignored)}: {directory} is in weft's own format, which has no unknown fields; leave it out"
+            f"ignored={list(ignored)} (--ignore-field): {directory} is in weft's own format, which has no unknown "
+            "fields; leave it out"
         )
 
 

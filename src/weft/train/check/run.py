@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 import weft
 from weft.dtensor.uneven import local_of
@@ -203,7 +203,7 @@ def _mark(parameter: Tensor) -> str:
     if not isinstance(parameter, DTensor):
         return "the same on all ranks"
     names = parameter.device_mesh.mesh_dim_names or tuple(f"axis {n}" for n in range(parameter.device_mesh.ndim))
-    cut = [isinstance(each, Shard) or each.is_shard() for each in parameter.placements]
+    cut = [not each.is_replicate() for each in parameter.placements]  # classes of strided shards are no Shard
     return ", ".join(f"{name} {'cut' if is_cut else 'same'}" for name, is_cut in zip(names, cut))
 
 
