@@ -544,7 +544,7 @@ MUTATIONS = [
     Mutation(
         "a gather that fails is not undone",
         "Unit.lose",
-        "group.lose()",
+        "group.lose(held=self.state is State.HELD)",
         "",
         SEAMS + "test_failures.py::test_a_shared_message_for_which_there_is_no_memory_takes_none[2]",
     ),

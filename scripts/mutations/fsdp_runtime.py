@@ -202,7 +202,7 @@ MUTATIONS = [
     Mutation(
         "reductions of a failed backward are dropped without a wait",
         "Reductions.abandon",
-        "ticket.abandon()",
+        "ticket.abandon_watched()",
         "",
         STREAMS + GIVEN_UP,
     ),

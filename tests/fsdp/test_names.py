@@ -95,6 +95,8 @@ def test_what_is_refused_says_why():
         weft.fully_shard(nn.Linear(2, 2), dp_mesh_dims=weft.DataParallelMeshDims(shard="shard"))
     with pytest.raises(ValueError, match="name at least one axis"):
         weft.DataParallelMeshDims()
+    with pytest.raises(ValueError, match="name at least one axis"):
+        weft.DataParallelMeshDims(shard=())
 
 
 @distributed(2)
@@ -108,3 +110,12 @@ def test_a_strategy_that_shards_parameters_needs_an_axis_to_shard_over():
         net = weft.fully_shard(nn.Linear(2, 2), **given, **options)
         whole = all(each.to_local().numel() == each.numel() for each in net.parameters())
         assert whole == (given != {"strategy": "optim"})
+
+
+@distributed(2)
+def test_no_names_of_axes_may_be_an_empty_tuple():
+    """As in torch, where programs pass the names of the axes that are larger than 1."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    for given, sharded in ({"shard": (), "replicate": "data"}, False), ({"shard": ("data",), "replicate": ()}, True):
+        net = weft.fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=weft.DataParallelMeshDims(**given))
+        assert [each.is_shard() for each in net.weight.placements] == [sharded]

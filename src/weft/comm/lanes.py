@@ -11,6 +11,7 @@ starts asynchronous work, and `wait` blocks the host until the work ends.
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ from weft.comm.ranges import recording, span
 from weft.comm.transfers import Transfer, begins_at_once
 from weft.comm.transport import Pending
 from weft.comm.watch.hang_detector import Call, explain, hang_detector, watched
+from weft.errors import CollectiveMismatch
 
 ABANDONED_TIMEOUT = timedelta(seconds=10)
 """The time to wait for the end of transfers whose result is not used."""
@@ -65,6 +67,12 @@ class Ticket:
         if transfer is not None:
             _has_begun(self._call)
             transfer.abandon(timeout)
+
+    def abandon_watched(self) -> None:
+        """Do the same as `abandon`. Meanwhile, this rank joins gathers that other ranks need before they reach the end
+        of this transfer."""
+        with suppress(CollectiveMismatch), watched(self._call):  # the next wait raises it again
+            self.abandon()
 
     @property
     def ended(self) -> bool:

@@ -51,7 +51,7 @@ from weft.weak import weakly
 _trains = attrgetter("sharded.requires_grad")
 _full_trains = attrgetter("full.requires_grad")
 LOST = -1
-"""The value of `gathered_from` after a failed gather: no version counter has it, so that the weights are stale."""
+"""The value of `gathered_from` after a failed gather of held weights. No version counter has it: they are stale."""
 
 
 def payload_of(plan: GroupPlan) -> Plain | Narrow:
@@ -187,6 +187,11 @@ class ParameterGroup:
         """Whether the model weights must be made from the main weights again before their next use or gather."""
         return self.refreshes and self._refreshed_from is None
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the main weights have changed since the ranks agreed on the model weights' last or next update."""
+        return self.payload.made_from(self.version) != self.version if self.is_outdated else self.is_stale
+
     def outdate(self, *, agreed: bool = False) -> None:
         """Make the next gather start from the main weights if this rank has written to them, or if the ranks have
         `agreed` that some rank has done so."""
@@ -286,7 +291,7 @@ class ParameterGroup:
                 if gathers is None and fill is not None:
                     fill()
                 run = gathers or run
-        self._refreshing, self._refreshed_from = run, self.version
+        self._refreshing, self._refreshed_from = run, self.payload.made_from(self.version)
 
     def await_refresh(self) -> None:
         """Wait for an update of the model weights, if one is in flight. Call it before the main weights change."""
@@ -352,11 +357,11 @@ class ParameterGroup:
             self.fulls.leave()
             self.transient.give()
 
-    def lose(self) -> None:
-        """Free what a failed gather has taken. The gathered weights, if they are held, count as stale."""
+    def lose(self, *, held: bool) -> None:
+        """Free what a failed gather has taken. If the gathered weights are `held`, they count as stale."""
         self.free()
         self.payload.drop()
-        self.gathered_from = LOST
+        self.gathered_from = LOST if held else None
 
     def take_requires_grad(self) -> None:
         """If the user changed `requires_grad` of full parameters under `unshard()`, change it for the sharded ones."""

@@ -50,6 +50,10 @@ class Plain:
         `Plain` returns `full` itself. `Narrow` returns staging memory, or `source` if each rank has all parts."""
         return full
 
+    def made_from(self, version: int) -> int:
+        """Return the version of the main weights that a payload made from their current `version` is valid for."""
+        return version
+
     def open(self, full: torch.Tensor, copy: int) -> None:
         """Convert the gathered payload to the full weights `full` that modules use, and free staging memory."""
         self.drop()

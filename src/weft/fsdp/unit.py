@@ -159,7 +159,7 @@ class Unit:
             with suppress(BaseException):  # the caller raises the error that led here
                 self.tickets.pop().wait()
         for group in self._coming:
-            group.lose()
+            group.lose(held=self.state is State.HELD)
         if self.state is State.ON_THE_WAY:
             self.state = TRANSITIONS.get((self.state, "fail")) or self._refuse("fail")
             self.resident = False

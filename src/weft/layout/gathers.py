@@ -282,9 +282,9 @@ class GatherOrder:
         bundle, here = self.bundles.get(unit.number), self.current
         # A schedule gathers each unit of a bundle alone.
         if bundle is not None and here.kind != "schedule" and not here.gathered.issuperset(bundle.numbers):
-            here.gathered.update(bundle.numbers)
-            here.wanted = self._look_ahead()
             bundle.gather(here.kind == "backward")
+            here.gathered.update(bundle.numbers)  # not if it fails: other ranks send the message once, in this pass
+            here.wanted = self._look_ahead()
             unit.choose_copy(backward)
         unit.prefetch()
 

@@ -73,6 +73,7 @@ class Narrow:
         """For recipes with one scale per matrix: the largest magnitude of each matrix."""
         if self._recipe.shares_maximum:
             self.maxima = torch.zeros(self._matrices[-1], dtype=torch.float32, device=plan.device)
+        self.maxima_version: int | None = None  # the version of the main weights for which ranks agreed on `maxima`
         pieces = (each for shard in range(plan.layout.shards) for each in self._pieces(shard))
         ends = (each.scales_at + self._most_scale_bytes(each.number, each.shape) for each in pieces)
         numel = -(-max(ends, default=self._payload_bytes) // _ALIGNMENT) * _ALIGNMENT
@@ -109,6 +110,11 @@ class Narrow:
         """Return the memory into which payload and scales are gathered."""
         self._come = pool.take(self.staging) if self.staging is not None else source
         return self._come
+
+    def made_from(self, version: int) -> int:
+        """Return the version of the main weights that a payload made from their current `version` is valid for: the
+        version of the maxima, if there are any."""
+        return version if self.maxima_version is None else self.maxima_version
 
     def open(self, full: torch.Tensor, copy: int) -> None:
         """Fill `full`, the full weights, from the gathered bytes of copy number `copy`, and free these bytes. The full

@@ -26,8 +26,10 @@ from tests.fsdp.seams.truth import (
 )
 from tests.pairs import all_pairs
 from tests.pool import distributed
+from weft.quantize import nvfp4, tensorwise
 
 HALF = weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+TENSORWISE = weft.MixedPrecisionPolicy(param_quantization=tensorwise())
 RESIDENT = ["optim", "optim_grads"]
 CLOSE = {"rtol": 1e-2, "atol": 1e-3}
 """Of gradients that bf16 weights give: what is stale differs by half of its value."""
@@ -432,3 +434,57 @@ def test_a_write_in_a_forward_renews_whichever_group_of_a_unit_it_was_to():
         assert len(sharded[0]._weft_unit.groups) == 2
         with torch.no_grad():
             torch.testing.assert_close(sharded(torch.ones(1, 4), written), plain(torch.ones(1, 4), written))
+
+
+class Early(nn.Sequential):
+    """Writes the weights of the last module before it uses them, and may leave it out or unshard it first."""
+
+    factor: float | None = None
+    unshards = False
+
+    def forward(self, x: torch.Tensor, *, leaves_out: bool = False) -> torch.Tensor:
+        *modules, last = self
+        for number, module in enumerate(modules):
+            x = module(x)
+            if number == 0:
+                if self.factor is not None:
+                    with torch.no_grad():
+                        last.weight.mul_(self.factor)
+                if self.unshards and not leaves_out:
+                    last.unshard()
+        return x if leaves_out else last(x)
+
+
+def early(**options) -> Early:
+    torch.manual_seed(0)
+    model = Early(*(nn.Linear(32, 32, bias=False) for _ in range(5)))
+    for module in (*model, model):
+        weft.fully_shard(module, **options)
+    return model
+
+
+@pytest.mark.parametrize("recipe", [tensorwise(), nvfp4()], ids=str)
+@distributed(2)
+def test_weights_that_a_forward_writes_before_their_update_are_quantized_with_their_own_maximum(recipe):
+    model = early(mp_policy=weft.MixedPrecisionPolicy(param_quantization=recipe))
+    rows = torch.randn(2, 32)
+    before = model(rows)
+    before.sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1)  # like an optimizer: all units must be updated
+    model.factor = 8.0
+    torch.testing.assert_close(model(rows), 8 * before)
+
+
+@pytest.mark.parametrize("options", [{"strategy": "optim"}, {"mp_policy": TENSORWISE}], ids=["optim", "tensorwise"])
+@distributed(2, timeout=20)
+def test_a_unit_that_only_one_rank_unshards_in_a_forward_is_no_renewal_if_nothing_was_written(options):
+    model, rows, others = early(**options), torch.randn(2, 32), dist.get_rank() == 1
+    model(rows, leaves_out=True).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1)
+    model.unshards = True
+    model(rows, leaves_out=others).sum().backward()
+    assert model[-1].weight.grad is not None

@@ -155,6 +155,45 @@ def test_gradients_may_be_replaced_by_others_in_the_same_memory(replaced):
     torch.testing.assert_close(weft.optim.grad_norm(sharded), expected, rtol=0, atol=0)
 
 
+@distributed(2)
+def test_views_of_a_held_gradient_do_not_change_when_other_gradients_are_given():
+    _, sharded = pair(strategy="optim_grads_params")
+    nets.loss_of(sharded, nets.data(1, 4)[0]).backward()
+    seen = [gradient.to_local().view(-1) for gradient in gradients(sharded)]
+    before = [each.clone() for each in seen]
+    for parameter in parameters_of[sharded]:
+        parameter.grad = parameter.grad * 3
+    weft.optim.clip_grad_norm_(sharded, 1e-3)
+    torch.testing.assert_close(seen, before, rtol=0, atol=0)
+
+
+@distributed(2)
+def test_gradients_that_are_given_with_a_graph_leave_none_to_those_of_the_next_backward():
+    """A learned scale of gradients, for example."""
+    _, sharded = pair(strategy="optim_grads_params")
+    scale = torch.tensor(2.0, requires_grad=True)
+    for scaled in (True, False):
+        nets.loss_of(sharded, nets.data(1, 4)[0]).backward()
+        if scaled:
+            for parameter in parameters_of[sharded]:
+                parameter.grad = parameter.grad * scale
+            weft.optim.clip_grad_norm_(sharded, 1e9)
+            sharded.zero_grad()
+    assert not any(gradient.requires_grad for gradient in gradients(sharded))
+
+
+@distributed(2)
+def test_views_of_gradients_are_clipped_with_them_although_other_parameters_have_none():
+    _, sharded = pair(strategy="optim_grads_params")
+    nets.loss_of(sharded, nets.data(1, 4)[0]).backward()
+    for parameter in parameters_of[sharded][1::2]:
+        parameter.grad = None
+    seen = [gradient.to_local().view(-1) for gradient in gradients(sharded) if gradient is not None]
+    expected = [each * 0.5 for each in seen]
+    weft.optim.clip_grad_norm_(sharded, weft.optim.grad_norm(sharded).item() / 2)
+    torch.testing.assert_close(seen, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)

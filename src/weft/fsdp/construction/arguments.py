@@ -35,7 +35,8 @@ DEFAULT_STRATEGY = _Default("optim_grads_params")
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """The names of the mesh axes to shard over and to replicate over. Several names, in a tuple, act as one axis.
+    """The names of the mesh axes to shard over and to replicate over. Several names, in a tuple, act as one axis. An
+    empty tuple is the same as None.
 
     Raises ValueError if neither is given.
     """
@@ -44,7 +45,7 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.shard is None and self.replicate is None:
+        if not _names(self):
             raise ValueError("DataParallelMeshDims(): name at least one axis, as shard or as replicate")
 
 
@@ -77,7 +78,7 @@ class Request:
             if mesh is None:
                 raise ValueError(f"dp_mesh_dims={dims} names axes of a mesh: pass the mesh too")
             mesh = _data_parallel_mesh(mesh, dims)
-        only_replicates = dims is not None and dims.shard is None
+        only_replicates = dims is not None and not dims.shard
         if only_replicates and isinstance(strategy, _Default):
             strategy = "no_shard"
         self.mesh: DeviceMesh = _default_mesh(self.modules, self.ignored) if mesh is None else _checked_mesh(mesh)
@@ -223,5 +224,5 @@ def _axes_of(dims: Any) -> tuple[str, ...]:
 
 def _names(dims: Any) -> list[tuple[str, ...]]:
     """Return the names of the axes to replicate over, if any, and of those to shard over."""
-    both = [names for names in (dims.replicate, dims.shard) if names is not None]
+    both = [names for names in (dims.replicate, dims.shard) if names not in (None, ())]
     return [(names,) if isinstance(names, str) else tuple(names) for names in both]

@@ -56,8 +56,8 @@ class MainGradients:
     def _exclusive(self, kept: Sequence[ShardedParameter], *, renewed: bool) -> FlatBuffer:
         """Return the buffer. It moves to new memory if other code holds published tensors that are no longer `.grad`.
         The gradients of `kept` parameters keep their values. If `kept` is not empty, the other gradients become zeros.
-        `renewed`: a backward will write to the buffer. It then also moves if other code has views of published
-        gradients, unless all parameters are `kept`."""
+        `renewed`: a backward, or gradients of other code, will be written to the buffer. It then also moves if other
+        code has views of published gradients, unless all parameters are `kept`."""
         old = self.buffer
         stays = set(kept)  # usually all or none
         dropped = [each for each in self._parameters if each not in stays] if kept else self._parameters
@@ -112,6 +112,7 @@ class MainGradients:
             self._windows[start, stop] = self.buffer.within(start, stop)
         return self._windows[start, stop]
 
+    @torch.no_grad()  # the graph of a gradient that other code has computed must not stay with the published tensor
     def take_over(self) -> FlatBuffer | None:
         """If other code has set `.grad` tensors, copy them into the main gradients' buffer, and set each `.grad` to
         its part there. Return the buffer, or None if no parameter has a `.grad`."""
@@ -122,7 +123,8 @@ class MainGradients:
         theirs = [(each, self._apart(each.sharded.grad)) for each in given]
         mine = self._mine()
         if len(mine) < len(self._parameters):
-            main = self._exclusive(mine, renewed=False)
+            # If some stay, views of them must stay views of `.grad`.
+            main = self._exclusive(mine, renewed=not mine)
             if not mine:
                 main.local.zero_()
         for each, value in theirs:

@@ -129,6 +129,7 @@ def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:
             if not isinstance(payload, Narrow) or payload.maxima is None:
                 continue
             payload.maxima.copy_(payload.local_maxima(group.main_weight.local))
+            payload.maxima_version = group.version
             found += [(payload.maxima, group.groups[axis]) for axis in group.main_weight.axes]
             for each in group.parameters:
                 if each.slices is not None and _divides_matrices(each):

@@ -114,7 +114,7 @@ class Reductions(ReductionOrder):
     def abandon(self) -> None:
         """Wait for the transfers of started reductions, and discard the results."""
         for ticket in self.drop():
-            ticket.abandon()
+            ticket.abandon_watched()
 
     def gradient_to_write(self, parameter: ShardedParameter) -> tuple[torch.Tensor, bool]:
         """Return the tensor into which modules write the gradient of `parameter`, and whether to add to its values."""

@@ -132,7 +132,7 @@ class Runtime(Shared):
         for each in (unit, *unit.tied):
             if not each.is_stale:
                 continue
-            if self.passes.current is not Pass.IDLE:  # this pass has written to the main weights
+            if self.passes.current is not Pass.IDLE and any(group.is_written for group in each.groups):
                 self.channels.on_renew(each)
             if each.holders:
                 each.renew()

@@ -111,7 +111,8 @@ class Shared:
     def _before_renewal(self, unit: Unit) -> None:
         """Agree on the maxima of weights that were written. Log the gather, because ranks may differ: a rank starts it
         only if that rank has written to the weights."""
-        agree_on_maxima(group for group in unit.groups if group.main_changed)  # others keep quantized values
+        written = [group for group in unit.groups if group.payload.made_from(group.version) != group.version]
+        agree_on_maxima(written)  # others keep quantized values
         if self.passes.current is not Pass.EVALUATION:
             self._agreement.note(unit.number, "renewed all-gather", unit.gathered_bytes)
 
