@@ -1,8 +1,10 @@
 import os
 import random
 import threading
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -169,6 +171,24 @@ def test_a_program_that_ends_without_closing_waits_for_its_last_checkpoint(tmp_p
     assert not thread.daemon, "Python waits at its end for threads that are no daemons"
 
 
+def test_a_program_that_ends_without_hearing_of_its_failed_save_prints_a_line(tmp_path, monkeypatch, capsys):
+    at_exit = []
+    of_python = SimpleNamespace(register=lambda call, *given: at_exit.append(partial(call, *given)))
+    of_python.unregister = lambda call: at_exit.clear() if at_exit[0].func == call else None
+    monkeypatch.setattr("weft.checkpoint.manager.atexit", of_python)
+    monkeypatch.setattr("weft.checkpoint.manifest.File.measure", no_space)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"numbers": {"value": torch.ones(2)}})
+    while manager.saving:
+        time.sleep(0.001)
+    (at_the_end,) = at_exit
+    at_the_end()
+    assert capsys.readouterr().err == "the checkpoint of step 1 is not saved: [Errno 28] No space left on device\n"
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        manager.wait()
+    assert not at_exit, "the error was raised"
+
+
 def test_tensors_without_memory_are_refused_and_the_checkpoint_is_not_said_to_be_damaged(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"numbers": {"value": torch.ones(2)}})
@@ -251,6 +271,25 @@ def test_dictionaries_in_an_optimizer_s_state_come_back(tmp_path):
                 manager.load({"optimizer": OptimizerState(model, optimizer)})
         found.append([optimizer.state[parameter]["moments"]["first"].clone() for parameter in model.parameters()])
     assert all(map(torch.equal, *found)) and found[0][0].any()
+
+
+class Annealed(torch.optim.SGD):
+    def step(self):
+        self.state["annealed"]["steps"] = self.state["annealed"].get("steps", 0) + 1
+        super().step()
+
+
+def test_what_an_optimizer_keeps_beside_the_state_of_parameters_comes_back(tmp_path):
+    model, _ = make(sharded=False)
+    for number in (1, 2):
+        optimizer = Annealed(model.parameters(), momentum=0.5)
+        with CheckpointManager(tmp_path) as manager:
+            if number == 1:
+                step(model, optimizer)
+                manager.save(1, {"optimizer": OptimizerState(model, optimizer)})
+            else:
+                manager.load({"optimizer": OptimizerState(model, optimizer)})
+    assert optimizer.state["annealed"] == {"steps": 1} and len(optimizer.state) == 7
 
 
 def test_another_optimizer_is_an_error(tmp_path):
@@ -424,10 +463,11 @@ def test_options_that_only_one_of_save_and_load_has_are_no_other_optimizer(tmp_p
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"optimizer": OptimizerState(model, optimizer)})
     other = torch.optim.AdamW(model.parameters())
-    other.param_groups[0]["newer"] = 1
+    other.param_groups[0] |= {"newer": 1, "names": ["a program's own"]}
     manager.load({"optimizer": OptimizerState(model, other)})
     (options,) = other.param_groups
     assert [options[name] for name in ("initial_lr", "newer")] == [0.5, 1] and "param_names" not in options
+    assert options["names"] == ["a program's own"], "a checkpoint has names of parameters there"
 
 
 def test_optimizer_state_keeps_its_dtype(tmp_path):
@@ -447,6 +487,37 @@ def test_optimizer_state_keeps_its_dtype(tmp_path):
         assert before.dtype == after.dtype and torch.equal(before, after)
 
 
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+@distributed(1)
+def test_a_count_of_a_parameter_without_dimensions_stays_a_count(tmp_path, kind):
+    """NAdam's `mu_product` and ASGD's `eta` have the shape of such a parameter. A flat tensor has one of each."""
+    found = []
+    for number in (1, 2):
+        model = weft.fully_shard(Scaled())
+        optimizer = weft.optim.flat(kind, model)
+        state = {"optimizer": OptimizerState(model, optimizer)}
+        with CheckpointManager(tmp_path) as manager:
+            if number == 1:
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                manager.save(1, state, asynchronous=False)
+            else:
+                manager.load(state)
+        found.append([value for own in optimizer.state.values() for value in own.values()])
+    assert [value.shape for value in found[0]] == [value.shape for value in found[1]]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
 def test_a_parameter_group_that_was_added_later_is_not_left_out(tmp_path):
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW([model.weight])
@@ -454,6 +525,42 @@ def test_a_parameter_group_that_was_added_later_is_not_left_out(tmp_path):
     optimizer.add_param_group({"params": [model.bias]})
     with pytest.raises(ValueError, match=r"groups of \[1\] parameters, now \[1, 1\]\): build a new OptimizerState"):
         CheckpointManager(tmp_path).save(1, {"optimizer": state})
+
+
+def test_a_load_that_a_new_parameter_group_prevents_leaves_the_state_that_is_saved_later(tmp_path):
+    model, optimizer = make_plain()
+    step(model, optimizer)
+    state = {"optimizer": OptimizerState(model, optimizer)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        with pytest.raises(ValueError, match="build a new OptimizerState"):
+            manager.load(state)
+    optimizer.param_groups.pop()
+    assert state["optimizer"].state_dict()["state"]["weight"]["exp_avg"].any()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@distributed(1)
+def test_the_optimizer_of_an_unsharded_unit_is_saved_and_loaded(tmp_path, flat):
+    found = []
+    for number in (1, 2):
+        model = weft.fully_shard(nn.Linear(2, 2))
+        optimizer = weft.optim.flat(torch.optim.AdamW, model) if flat else torch.optim.AdamW(model.parameters())
+        with CheckpointManager(tmp_path) as manager:
+            if number == 1:
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                model.unshard()
+                manager.save(1, {"optimizer": OptimizerState(model, optimizer)}, asynchronous=False)
+            else:
+                model.unshard()
+                manager.load({"optimizer": OptimizerState(model, optimizer)})
+        if flat:
+            weft.optim.flat(torch.optim.AdamW, model)
+        model.reshard()
+        found.append(OptimizerState(model, optimizer).state_dict()["state"]["weight"]["exp_avg"].full_tensor())
+    assert torch.equal(*found) and found[0].any()
 
 
 class Compiled(nn.Module):
@@ -515,6 +622,8 @@ def test_steps_may_be_integers_of_other_libraries(tmp_path):
         manager.save(numpy.int64(3), {"numbers": {"value": 1}}, asynchronous=False)
         assert manager.load({"numbers": {"value": 0}}, numpy.int64(3)) == 3
         assert manager.load({"numbers": {"value": 0}}, torch.tensor(2)) == 2
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step '3' \(existing steps: \[2, 3\]\)"):
+            manager.load({"numbers": {"value": 0}}, "3")
         assert manager.steps() == [2, 3]
 
 
@@ -750,6 +859,25 @@ class Unpicklable(Exception):
         super().__init__(f"{one} and {two}")
 
 
+def groups_after_closing(directory):
+    before = len(dist.distributed_c10d._world.pg_map)
+    counts, steps = [], []
+    for number in (1, 2):
+        with CheckpointManager(directory) as manager:
+            manager.save(number, {"numbers": {"value": 1}})
+            counts.append(len(dist.distributed_c10d._world.pg_map) - before)
+        counts.append(len(dist.distributed_c10d._world.pg_map) - before)
+        steps.append(manager.latest())
+        manager.close()
+    return counts, steps, len(dist.distributed_c10d._world.pg_map) - before
+
+
+@pytest.mark.slow
+def test_a_closed_manager_has_no_connections_and_makes_new_ones_if_it_is_used(pool, tmp_path):
+    """A program may make a manager for each save."""
+    assert pool.run(2, groups_after_closing, tmp_path, timeout=20) == [([2, 0, 2, 0], [1, 2], 0)] * 2
+
+
 def raise_on_one_rank(directory):
     manager = CheckpointManager(directory)
     said = []
@@ -780,6 +908,24 @@ def test_an_error_of_an_own_function_on_one_rank_is_raised_on_every_rank(pool, t
     own, other = pool.run(2, raise_on_one_rank, tmp_path, timeout=20)
     assert [kind.__name__ for kind, _ in own] == ["Unpicklable", "KeyError"]
     assert other == [(RuntimeError, "rank 0: Unpicklable: one and two"), (RuntimeError, "rank 0: KeyError: 1")]
+
+
+@pytest.mark.parametrize("step", [None, 2])
+@pytest.mark.parametrize("method", ["prepare_load", "check_load", "load_state_dict"])
+def test_a_checkpoint_error_of_an_own_function_is_no_damage_either(tmp_path, method, step):
+    """As that of another manager, from which an object loads the rest of its state."""
+
+    def fail(_):
+        raise CheckpointError("elsewhere holds no checkpoint")
+
+    own = SimpleNamespace(state_dict=lambda: {"value": 0}, load_state_dict=lambda _: None)
+    with CheckpointManager(tmp_path) as manager:
+        for number in (1, 2):
+            manager.save(number, {"numbers": own}, asynchronous=False)
+        setattr(own, method, fail)
+        with pytest.raises(CheckpointError, match=r"^elsewhere holds no checkpoint$"):
+            manager.load({"numbers": own}, step)
+        assert not manager.passed_over
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "changed"])

@@ -65,6 +65,19 @@ def test_a_checkpoint_of_another_run_is_passed_over_and_named(tmp_path):
     assert Manifest.read(tmp_path / "copy/step-00000004").run == Manifest.read(own / "step-00000001").run
 
 
+def test_a_save_that_could_not_write_the_identity_is_tried_again_with_it(tmp_path, monkeypatch):
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    with CheckpointManager(tmp_path) as manager:
+        for _ in range(2):
+            with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device"):
+                patch.setattr("weft.checkpoint.directory.os.replace", full_disk)
+                manager.save(1, {"model": {"weight": torch.zeros(2)}})
+        manager.save(1, {"model": {"weight": torch.zeros(2)}})
+    assert Manifest.read(tmp_path / "step-00000001").run == (tmp_path / ".run").read_text().strip() != ""
+
+
 def test_a_folder_without_an_identity_belongs_to_the_run_of_its_newest_checkpoint(tmp_path):
     own, other = run_of(tmp_path / "own", 1, steps=(1,)), run_of(tmp_path / "other", 7, steps=(3,))
     for folder, name in ((own, "step-00000001"), (other, "step-00000003")):

@@ -68,6 +68,11 @@ def test_wrong_options_are_one_line(tmp_path, capsys):
     assert line == "weft train: unrecognized arguments: --fly; see weft train --help\n"
     line = refused(capsys, "train", "x.toml", "train.steps=3", "optimizer.lr=0.1")
     assert line.endswith("; change settings with --set train.steps=3 --set optimizer.lr=0.1\n")
+    for words in (["--train.steps=3", "--optimizer.lr=0.1"], ["--train.steps", "3", "--optimizer.lr", "0.1"]):
+        line = refused(capsys, "train", "x.toml", *words)
+        assert line.endswith("; change settings with --set train.steps=3 --set optimizer.lr=0.1\n")
+    for words in (["--steps", "3"], ["--nproc", "2"], ["--train.overlap"]):  # not --set, --from or --trust
+        assert refused(capsys, "train", "x.toml", *words).endswith("; see weft train --help\n")
     line = refused(capsys, "bench", "fsdp2", "--link", "4gbit")
     assert "arguments after --, as in weft bench fsdp2 -- --link 4gbit" in line
 

@@ -482,6 +482,20 @@ def test_equality_is_of_the_whole_tensor_and_the_same_on_every_rank():
     assert torch.equal(one.p0, Bag(SHAPES["mixed"]).p0)
 
 
+@distributed(2)
+def test_tensors_are_moved_and_cast_in_inference_mode_too():
+    plain, sharded = Bag([(6, 10)]).p0.detach(), weft.fully_shard(Bag([(6, 10)])).p0.detach()
+    like = torch.ones(1, dtype=torch.float64)
+    with torch.inference_mode():
+        for x, a in ((sharded, plain), (sharded[1:], plain[1:])):
+            assert_same(x.cpu(), a)
+            assert_same(x.to("cpu", torch.float64, copy=True), a.double())
+            assert_same(x.to(like), a.double())
+            assert_same(x.type_as(like), a.double())
+            assert_same(x.reshape(-1), a.reshape(-1))
+        assert isinstance(sharded.cpu(), UnevenDTensor)
+
+
 @distributed(2, 4)
 def test_operators_without_a_rule_run_on_the_whole_tensor():
     plain, sharded = Bag([(6, 10), (10, 3)]), weft.fully_shard(Bag([(6, 10), (10, 3)]))

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from weft.cli.parser import make_parser
 from weft.train.config import SECTIONS, RunConfig, load_config, to_toml
 from weft.train.errors import ConfigError
 from weft.train.loop import Trainer
-from weft.train.optimizers import configured_options
+from weft.train.optimizers import check_loaded_state, configured_options
 from weft.train.run.changes import changed, treatment
 from weft.train.run.runs import CONFIG, Run, open_run, recorded_name, run_directory
 from weft.train.sections import OptimizerConfig
@@ -331,3 +332,23 @@ def test_which_options_a_resumed_run_takes_from_its_configuration():
     assert configured_options(torch.optim.AdamW(weight, lr=0.5), None) == [{"lr": 0.5}]
     (own,) = configured_options(Loose(weight, 0.5), OptimizerConfig(name="here:Loose"))
     assert own["momentum"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "lacking"),
+    [
+        ("AdamW", {"amsgrad": True}, "max_exp_avg_sq"),
+        ("RMSprop", {"momentum": 0.5, "centered": True}, "grad_avg, momentum_buffer"),
+        ("SGD", {"momentum": 0.5}, None),
+        ("AdamW", {"fused": False}, None),
+    ],
+)
+def test_options_that_need_state_which_the_checkpoint_lacks_are_refused(name, options, lacking):
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = getattr(torch.optim, name)([weight])
+    optimizer.step()
+    check_loaded_state(optimizer, before := OptimizerConfig(name=name))
+    changed = dataclasses.replace(before, options=options)
+    with pytest.raises(ConfigError, match=rf"does not hold \({lacking}\)") if lacking else nullcontext():
+        check_loaded_state(optimizer, changed)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.train.command import metrics, rewind, write_config
 from tests.train.test_loop import StopAt, full
@@ -64,6 +65,12 @@ def test_what_is_frozen_has_no_average_and_stays():
         assert torch.equal(model[1].weight, frozen) and not torch.equal(model[0].weight, trained)
         raise RuntimeError
     assert torch.equal(model[0].weight, trained), "also after a validation that fails"
+
+
+def test_averages_keep_their_names_if_activations_are_recomputed():
+    """A resumed run may turn `train.activation_checkpointing` on or off."""
+    model = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(2, 2)))
+    assert set(WeightAverage(model, DECAY).state_dict()) == {"0.weight", "0.bias"}
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import torch
 import torch._dynamo.utils
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fsdp import nets
@@ -370,3 +371,9 @@ def test_muon_and_its_adamw_get_the_configured_options():
     muon, *adamw = made.param_groups
     assert (muon["weight_decay"], muon["adjust_lr_fn"]) == (0.25, "match_rms_adamw")
     assert adamw and all(group["eps"] == 1e-3 for group in adamw)
+
+
+def test_names_of_matrices_for_adamw_hold_if_activations_are_recomputed():
+    net = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)), nn.Linear(4, 4))
+    muon, *_ = make_optimizer(net, OptimizerConfig(name="Muon", adamw_for=("0.weight",))).param_groups
+    assert [*map(id, muon["params"])] == [id(net[1].weight)]

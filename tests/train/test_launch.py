@@ -63,9 +63,13 @@ def test_under_slurm_the_ranks_meet_on_the_first_host():
 
 def test_under_slurm_the_ranks_of_a_part_of_a_job_meet_on_the_first_host_of_that_part():
     job = {"SLURM_NNODES": "4", "SLURM_NODELIST": "gpu[11-14]", "SLURM_JOB_ID": "4711"}
-    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[13-14]"}
+    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[13-14]", "SLURM_STEP_ID": "0"}
     place = place_from({"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3", **job, **step})
     assert (place.local_ranks, place.init_method) == (4, "tcp://gpu13:24711")
+    beside = place_from(
+        {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3", **job, **step, "SLURM_STEP_ID": "1"}
+    )
+    assert beside.init_method not in (place.init_method, "tcp://gpu13:24712"), "nor that of the next job"
 
 
 def test_a_slurm_job_of_one_task_starts_its_own_processes():

@@ -1,5 +1,6 @@
 """Checkpoints that are either complete or absent."""
 
+import atexit
 import operator
 import sys
 import threading
@@ -25,7 +26,7 @@ from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
 from weft.checkpoint.state import check_loadable, check_names, is_stateful, state_dict_of
 from weft.checkpoint.storage import operation
 from weft.checkpoint.writing import Writer
-from weft.comm.groups import broadcast_object, exchange_objects, group_beside
+from weft.comm.groups import broadcast_object, destroy, exchange_objects, group_beside
 
 Result = TypeVar("Result")
 
@@ -67,18 +68,11 @@ class CheckpointManager:
         self.directory = Path(directory)
         self.keep = keep
         self._progress = progress
-        self._group: dist.ProcessGroup | None = None
-        self._writers: dist.ProcessGroup | None = None
-        if dist.is_initialized():
-            # Both groups are separate from training's groups, so that collectives do not mix. The background thread
-            # has a group to itself, because the main thread may issue collectives while the background thread writes.
-            beside = process_group or dist.group.WORLD
-            assert beside is not None
-            self._group, self._writers = (
-                group_beside(beside, "checkpoints", timeout=_COLLECTIVE_TIMEOUT) for _ in range(2)
-            )
-        self.rank = dist.get_rank(self._group) if self._group else 0
-        self.ranks = dist.get_world_size(self._group) if self._group else 1
+        self._beside = (process_group or dist.group.WORLD) if dist.is_initialized() else None
+        self._groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None = None
+        self.rank = dist.get_rank(self._beside) if self._beside else 0
+        self.ranks = dist.get_world_size(self._beside) if self._beside else 1
+        self._open()
         self._stager = Stager()
         self._lock: Lock | None = None
         self._identity = ""
@@ -94,6 +88,28 @@ class CheckpointManager:
         self._spared: set[int] = set()
         """Steps of all checkpoints that existed when `load` did not load the newest. This manager deletes none of them:
         each step that it saves may be lower than theirs."""
+
+    def _open(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """Return the process groups of the main thread and of the background thread. Collective after `close`.
+
+        Both are separate from training's groups, so that collectives do not mix. The background thread has a group to
+        itself, because the main thread may issue collectives while the background thread writes.
+        """
+        if self._groups is None:
+            made = (
+                group_beside(self._beside, "checkpoints", timeout=_COLLECTIVE_TIMEOUT) if self._beside else None
+                for _ in range(2)
+            )
+            self._groups = next(made), next(made)
+        return self._groups
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._open()[0]
+
+    @property
+    def _writers(self) -> dist.ProcessGroup | None:
+        return self._open()[1]
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -177,16 +193,22 @@ class CheckpointManager:
             self._saving = None
         if self._error is not None:
             error, self._error = self._error, None
+            atexit.unregister(self._say_unsaved)
             raise CheckpointError(f"the checkpoint could not be saved: {error}") from error
 
     def close(self) -> None:
-        """Wait until the last save is committed or has failed. Then release the directory to other writers."""
+        """Wait until the last save is committed or has failed. Then release the directory to other writers, and the
+        connections to other ranks. Later calls make new connections."""
         try:
             self.wait()
         finally:
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
+            if self._saving is None:  # unless the wait was interrupted
+                groups, self._groups = self._groups, None
+                for group in groups or ():
+                    destroy(group)
 
     def steps(self) -> list[int]:
         """Return the steps of the committed checkpoints, oldest first."""
@@ -222,11 +244,12 @@ class CheckpointManager:
         self.wait()
         steps = self.steps()
         if not steps or (step is not None and step not in steps):
-            which = "no checkpoint" if step is None else f"no checkpoint of step {step} (existing steps: {steps})"
+            which = "no checkpoint" if step is None else f"no checkpoint of step {step!r} (existing steps: {steps})"
             raise CheckpointError(f"{self.directory} holds {which}")
         if step is not None:
             step = int(step)  # it may be a tensor or a number of numpy
-            self._load(state, step)
+            if (failed := self._load(state, step)) is not None:
+                raise failed
             if step < steps[-1]:
                 self._spared |= set(steps)
             return step
@@ -234,7 +257,7 @@ class CheckpointManager:
         gone = 0
         while left := [each for each in steps if each not in self.passed_over]:
             try:
-                self._load(state, left[-1])
+                failed = self._load(state, left[-1])
             except CheckpointGone:
                 gone += 1
                 if gone == _ATTEMPTS:
@@ -245,6 +268,8 @@ class CheckpointManager:
                 self._replaceable.add(left[-1])
                 self._spared |= set(steps)
             else:
+                if failed is not None:
+                    raise failed
                 self._say_passed_over()
                 return left[-1]
         if not self.passed_over:
@@ -259,7 +284,9 @@ class CheckpointManager:
         for error in self.passed_over.values():
             self._say(f"{error}; this checkpoint is skipped{stays}")
 
-    def _load(self, state: Mapping[str, Any], step: int) -> None:
+    def _load(self, state: Mapping[str, Any], step: int) -> Exception | None:
+        """Fill `state` from the checkpoint of `step`. Raises CheckpointError if it is damaged. Return the error of an
+        object in `state`, which may be a CheckpointError too, but is no damage."""
         path = folder.path_of(self.directory, step)
 
         def described() -> tuple[Manifest, Metadata]:
@@ -285,7 +312,8 @@ class CheckpointManager:
                 expected |= flatten(templates[name][1], prefix)
         except Exception as error:
             failed = error
-        self._raise_everywhere(failed)
+        if (failed := self._failed_anywhere(failed)) is not None:
+            return failed
         everywhere = {key for keys in self._of_all(list(expected), self._group) for key in keys}
         mismatch: Exception | None = None
         try:
@@ -305,7 +333,8 @@ class CheckpointManager:
                     value.check_load({key.removeprefix(prefix): plain[key] for key in plain if key.startswith(prefix)})
                 except Exception as error:  # the object cannot load it; the checkpoint is intact
                     failed = failed or error
-        self._raise_everywhere(failed)
+        if (failed := self._failed_anywhere(failed)) is not None:
+            return failed
 
         loaded = {**plain, **self._read(tensors, reader)}
         for name, value in state.items():
@@ -320,7 +349,7 @@ class CheckpointManager:
                     value.update(content)
             except Exception as error:  # the object cannot load it; the checkpoint is intact
                 failed = failed or error
-        self._raise_everywhere(failed)
+        return self._failed_anywhere(failed)
 
     def _read(self, entries: dict[str, Any], reader: Reader) -> dict[str, Any]:
         """Return `entries` with the stored values. Tensors are filled in place. Only a CheckpointError is damage."""
@@ -353,8 +382,13 @@ class CheckpointManager:
             if self._lock is None:
                 with operation("mkdir", self.directory):
                     self.directory.mkdir(parents=True, exist_ok=True)
-                self._lock = lock(self.directory, timeout=_LOCK_TIMEOUT_S, say=self._say)
-                self._identity = folder.identify(self.directory)
+                held = lock(self.directory, timeout=_LOCK_TIMEOUT_S, say=self._say)
+                try:
+                    self._identity = folder.identify(self.directory)
+                except BaseException:  # the next call tries again
+                    held.release()
+                    raise
+                self._lock = held
             self._lock.check()
             folder.discard(folder.debris(self.directory))
             if step is not None and step in self._replaceable and step in folder.committed_steps(self.directory):
@@ -374,8 +408,10 @@ class CheckpointManager:
             self._write(step, staged, committed)
         except BaseException as error:
             self._error = error
-            if not threading.main_thread().is_alive():  # the program has ended: no later call raises the error
-                print(f"the checkpoint of step {step} is not saved: {one_line(error)}", file=sys.stderr)
+            atexit.register(self._say_unsaved, step, error)  # the program may end without a call that raises the error
+
+    def _say_unsaved(self, step: int, error: BaseException) -> None:
+        print(f"the checkpoint of step {step} is not saved: {one_line(error)}", file=sys.stderr)
 
     def _write(self, step: int, staged: Staged, committed: Callable[[], None]) -> None:
         def begin() -> Path:
@@ -442,9 +478,13 @@ class CheckpointManager:
 
     def _raise_everywhere(self, failed: Exception | None) -> None:
         """Raise an error on every rank if one rank has `failed`."""
-        for found in self._of_all(self._told(failed), self._group):
-            if found is not None:
-                raise failed or found
+        if (error := self._failed_anywhere(failed)) is not None:
+            raise error
+
+    def _failed_anywhere(self, failed: Exception | None) -> Exception | None:
+        """Return this rank's error or, if it has none, the first one of another rank. None if no rank has `failed`."""
+        others = self._of_all(self._told(failed), self._group)
+        return failed or next((found for found in others if found is not None), None)
 
     def _told(self, failed: Exception | None) -> Exception | None:
         """Return the error that other ranks raise because this rank has `failed`. Errors that are not weft's may not be

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from weft.checkpoint.loading import SHOWN, CheckpointMismatch, Stored, shape_of
 from weft.comm.groups import exchange_objects
+from weft.fsdp.parameter import sharded_parameters
 from weft.mesh import parts_of
 from weft.optim.flat import FlatOptimizer
 from weft.words import listed
@@ -73,7 +74,7 @@ class OptimizerState:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.is_flat = isinstance(optimizer, FlatOptimizer)
-        names = dict(model.named_parameters())
+        names = sharded_parameters(model)
         if isinstance(optimizer, FlatOptimizer):
             grouped = [[(name, names[name]) for name in group] for group in optimizer.names()]
         else:
@@ -98,13 +99,13 @@ class OptimizerState:
         self._filled: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
+        state, self._targets = self._targets, None  # used by one load only; later saves return the optimizer's state
         now = [[*map(id, group["params"])] for group in self.optimizer.param_groups]
         if not self.is_flat and now != self._held:  # flat tensors may be divided during training
             raise ValueError(
                 f"the optimizer's parameter groups have changed since this OptimizerState was built (groups of "
                 f"{[*map(len, self._held)]} parameters, now {[*map(len, now)]}): build a new OptimizerState"
             )
-        state, self._targets = self._targets, None  # used by one load only; later saves return the optimizer's state
         if state is None:
             # Leave out parameters of which this rank has no elements. This rank does not update them, so its step
             # counters for them are stale.
@@ -122,17 +123,25 @@ class OptimizerState:
         """Allocate the tensors that the load fills with the stored state. No tensors are allocated for parameters that
         this optimizer lacks. The load reports their keys as unexpected, unless the parameters are on other pipeline
         stages."""
-        targets: dict[str, dict[str, Any]] = {}
+        places: list[tuple[str, list[str], Stored]] = []
         for key, value in stored.items():
             first, *parts = key.split(".")
             lengths = range(len(parts) - 1, 0, -1) if first == "state" else ()
             name = next((name for length in lengths if (name := ".".join(parts[:length])) in self.parameters), "")
             if name:
-                *outer, field = parts[name.count(".") + 1 :]
-                target = targets.setdefault(name, {})
-                for each in outer:  # an optimizer may keep dictionaries of tensors
-                    target = target.setdefault(each, {})
-                target[field] = _room_for(field, value, self.parameters[name])
+                places.append((name, parts[name.count(".") + 1 :], value))
+        # The state of a 0-D parameter looks like a count. The states of other parameters show which entries are counts.
+        counts = {
+            field
+            for name, (*_, field), value in places
+            if isinstance(value, TensorStorageMetadata) and not value.size and self.parameters[name].ndim
+        }
+        targets: dict[str, dict[str, Any]] = {}
+        for name, (*outer, field), value in places:
+            target = targets.setdefault(name, {})
+            for each in outer:  # an optimizer may keep dictionaries of tensors
+                target = target.setdefault(each, {})
+            target[field] = _room_for(value, self.parameters[name], is_count=field == "step" or field in counts)
         self._targets = targets
         self._filled = list(targets)
 
@@ -157,9 +166,10 @@ class OptimizerState:
         # An ordinary optimizer identifies its parameters by number, a flat one by name.
         keys = self._given if self.is_flat else {name: number for number, name in enumerate(self.parameters)}
         own: dict[Any, dict[str, Any]] = {key: dict(state["state"].get(name, {})) for name, key in keys.items()}
+        beside = {key: each for group in state["groups"] for key, each in group.get("beside", {}).items()}
         self.optimizer.load_state_dict(
             {
-                "state": {key: each for key, each in own.items() if each or self.is_flat},
+                "state": {key: each for key, each in own.items() if each or self.is_flat} | beside,
                 "param_groups": [
                     {**options, "params": [keys[name] for name in names]} for options, names in zip(groups, self.groups)
                 ],
@@ -176,14 +186,16 @@ class OptimizerState:
         here = [index for index in range(len(self.groups)) if self._all_shapes[index]]
         there = [saved for saved in stored if saved["names"]]  # pipeline stages may have empty groups
         _compare_groups([saved["names"] for saved in there], [list(self._all_shapes[index]) for index in here])
-        groups = [_without_parameters(self._options(index)) for index in range(len(self.groups))]
+        live = self.optimizer.param_groups
+        groups = [{key: each for key, each in group.items() if key not in ("params", "param_names")} for group in live]
         for index, saved in zip(here, there):
             options, own, then = _without_parameters(saved), _class_name(self.optimizer), saved.get("class")
             if then is not None and own is not None:
                 differs, what = then != own, f"it was {then}, here it is {own}"
             else:
-                differs = set(options) != set(groups[index])
-                what = f"its options are {sorted(options)}, here {sorted(groups[index])}"
+                mine = _without_parameters(groups[index])
+                differs = set(options) != set(mine)
+                what = f"its options are {sorted(options)}, here {sorted(mine)}"
             if differs:
                 raise CheckpointMismatch(
                     f"the checkpoint was saved with another optimizer: {what}. Build the optimizer as for the save, or "
@@ -194,12 +206,16 @@ class OptimizerState:
 
     def _options(self, index: int) -> dict[str, Any]:
         group = self.optimizer.param_groups[index]
-        return {
+        options = {
             **_without_parameters(group),
             "names": list(self._all_shapes[index]),
             "shapes": self._all_shapes[index],
             "class": _class_name(self.optimizer),
         }
+        # As torch's state dict, with state that an optimizer keeps under names of its own, such as a count of steps.
+        if beside := {key: each for key, each in self.optimizer.state.items() if index == 0 and isinstance(key, str)}:
+            options["beside"] = beside
+        return options
 
 
 class RandomState:
@@ -253,10 +269,10 @@ def _is_empty_here(parameter: torch.Tensor) -> bool:
     return local.numel() == 0
 
 
-def _room_for(field: str, stored: Stored, parameter: torch.Tensor) -> Any:
+def _room_for(stored: Stored, parameter: torch.Tensor, *, is_count: bool) -> Any:
     if not isinstance(stored, TensorStorageMetadata):
         return None
-    if field != "step" and stored.size == parameter.shape:
+    if not is_count and stored.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
     return torch.zeros(stored.size, dtype=stored.properties.dtype)
 
@@ -264,8 +280,8 @@ def _room_for(field: str, stored: Stored, parameter: torch.Tensor) -> Any:
 def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a parameter group, live or stored. ("param_names" are torch's names of the parameters: of
     this stage only, and only if the optimizer was built from `named_parameters`.)"""
-    of_parameters = ("params", "param_names", "names", "shapes", "class")
-    return {key: value for key, value in group.items() if key not in of_parameters}
+    others = ("params", "param_names", "names", "shapes", "class", "beside")
+    return {key: value for key, value in group.items() if key not in others}
 
 
 def _class_name(optimizer: torch.optim.Optimizer) -> str | None:

@@ -38,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words, fix = shlex.join(unknown), f"see {command} --help"
         if options.command == "bench":
             fix = f"put the benchmark's own arguments after --, as in {command} {options.name} -- {words}"
+        elif hasattr(options, "overrides") and (settings := _as_settings(unknown)):
+            fix = f"change settings with {shlex.join(word for each in settings for word in ('--set', each))}"
         elif near := _nearest_option(unknown, commands_of(parser)[options.command][0]):
             fix = f"did you mean {near}?"
-        elif hasattr(options, "overrides") and all("=" in word and not word.startswith("-") for word in unknown):
-            fix = f"change settings with {shlex.join(word for each in unknown for word in ('--set', each))}"
         print(f"{command}: unrecognized arguments: {words}; {fix}", file=sys.stderr)
         return 2
     options.arguments, options.beyond = arguments, arguments[len(own) + 1 :]
@@ -70,8 +70,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 3 if resumes else 4
 
 
+def _as_settings(unknown: Sequence[str]) -> list[str]:
+    """Return the `unknown` arguments as settings, such as train.steps=5 for --train.steps 5. Return [] if they are not
+    all settings with a value."""
+    found: list[str] = []
+    for word in unknown:
+        name, has_value, _ = word.partition("=")
+        if word.startswith("--") and "." in name:
+            found.append(word.removeprefix("--"))
+        elif has_value and not word.startswith("-"):
+            found.append(word)
+        elif found and "=" not in found[-1] and not word.startswith("--"):
+            found[-1] += f"={word}"
+        else:
+            return []
+    return found if all("=" in each for each in found) else []
+
+
 def _nearest_option(unknown: Sequence[str], command: argparse.ArgumentParser) -> str | None:
     """Return the option of `command` that one of the `unknown` arguments resembles, or None."""
-    known = [option.name for option in options_of(command)]
-    mistyped = (word.partition("=")[0] for word in unknown if word.startswith("--"))
-    return next((near for word in mistyped for near in nearest(word, known)), None)
+    known = [option.name.removeprefix("--") for option in options_of(command)]  # all options resemble each other by it
+    mistyped = (word.partition("=")[0].removeprefix("--") for word in unknown if word.startswith("--"))
+    return next((f"--{near}" for word in mistyped for near in nearest(word, known)), None)

@@ -202,6 +202,12 @@ def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) 
     return _made_within(group, ranks, f"{purpose} {_next(group, purpose)}", backend=HOSTS, timeout=timeout)
 
 
+def destroy(group: dist.ProcessGroup | None) -> None:
+    """Close the connections and end the threads of a derived group, unless torch has destroyed it already."""
+    if group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
+
+
 def host_group(group: dist.ProcessGroup) -> Any:
     """Return a gloo group of the same ranks for CPU tensors: `group` if its CPU backend is gloo, else an additional
     group. The first call creates the additional group, so all ranks must make this call."""

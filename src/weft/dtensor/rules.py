@@ -14,7 +14,6 @@ changes of shape, strides or memory             | never: TypeError, as for colle
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,7 +39,7 @@ from weft.dtensor.local import (
 )
 from weft.dtensor.norms import combined_norms, foreach_norm, part_norm, replicated, wide
 from weft.dtensor.uneven import RuledDTensor, UnevenDTensor, local_of
-from weft.dtensor.views import ShardedView, is_view, parents_of, view_of
+from weft.dtensor.views import ShardedView, decomposed, is_view, like_of, parents_of, view_of
 
 Rule = Callable[[Any, tuple, dict], Any]
 """Runs an operator. It is called with the operator, `args` and `kwargs`."""
@@ -67,8 +66,8 @@ _known: dict[Any, Rule] = {}  # the rules by `func._op`, which is hashed faster 
 
 
 def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run `detach` or `alias`, whose result shares the version counter. A tensor made in inference mode has none."""
-    with torch.inference_mode(args[0].is_inference()) if torch.is_inference_mode_enabled() else nullcontext():
+    """Run `detach` or `alias`, whose result shares the version counter."""
+    with like_of(args[0]):
         return args[0].like(args[0]._local_tensor)
 
 
@@ -85,6 +84,8 @@ def rule_of(func: Any) -> Rule:
         return _fill_randomly if func._schema.is_mutable else _draw_randomly
     if name in _ELEMENT_WISE or torch.Tag.pointwise in func.tags:
         return element_wise(func)
+    if func._can_decompose():
+        return decomposed
     return _view if is_view(func) else _on_owner
 
 
@@ -307,6 +308,8 @@ def _view(func: Any, args: tuple, kwargs: dict) -> Any:
 def _on_views(func: Any, args: tuple, kwargs: dict) -> Any:
     if torch.Tag.inplace_view in func.tags or func.namespace in _COLLECTIVES:
         return _refuse(func, args, kwargs)
+    if rule_of(func) is decomposed:
+        return decomposed(func, args, kwargs)
     if is_view(func):
         return view_of(func, args, kwargs)
     if rule_of(func) is _new_empty:

@@ -6,6 +6,7 @@ writing to it    gathers w, applies the steps and writes; each rank then stores 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -37,8 +38,9 @@ class ShardedView(RuledDTensor):
         """Return the view that `steps` make of `parent`. `meta`: a tensor with the view's shape, strides and dtype."""
         mesh = parent._spec.mesh
         spec = spec_of(mesh, (Replicate(),) * mesh.ndim, meta.shape, meta.stride(), meta.dtype)
-        nothing = torch.empty(0, dtype=meta.dtype, device=parent._local_tensor.device)
-        made = cls(nothing, spec, requires_grad=False)  # type: ignore[call-arg]
+        with like_of(parent):
+            nothing = torch.empty(0, dtype=meta.dtype, device=parent._local_tensor.device)
+            made = cls(nothing, spec, requires_grad=False)  # type: ignore[call-arg]
         made._parent, made._steps = parent, steps
         return made
 
@@ -74,6 +76,18 @@ class ShardedView(RuledDTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.replicated().__reduce_ex__(protocol)
+
+
+def like_of(tensor: torch.Tensor) -> AbstractContextManager:
+    """Return a context in which new tensors can share the version counter of `tensor`, as its views do. A tensor made
+    in inference mode has none."""
+    return torch.inference_mode(tensor.is_inference()) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def decomposed(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run the operators of which `func` consists, such as `_to_copy` for `to`. Only in inference mode does torch leave
+    this to tensor subclasses."""
+    return func.decompose(*args, **kwargs)
 
 
 @cache

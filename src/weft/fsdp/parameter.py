@@ -137,6 +137,12 @@ def record_of(parameter: Any) -> ShardedParameter | None:
     return record if record is not None and record.unit is not None else None
 
 
+def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of `module` by name, as the optimizer has them: also those of units that are unsharded."""
+    found = {name: (record_of(parameter), parameter) for name, parameter in module.named_parameters()}
+    return {name: parameter if record is None else record.sharded for name, (record, parameter) in found.items()}
+
+
 def ignore(parameter: nn.Parameter) -> None:
     """Mark a parameter as one of `ignored_params`."""
     vars(parameter)["_weft_ignored"] = True

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import units_of
+from weft.fsdp.parameter import sharded_parameters
 from weft.mesh import parts_of
 from weft.optim.run import FlatRun, Member, runs_of
 
@@ -75,7 +76,8 @@ def flat(
             f"to it, or choose one of {', '.join(ELEMENT_WISE)}"
         )
     units = units_of(model)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = sharded_parameters(model)
+    names = {id(parameter): name for name, parameter in parameters.items()}
     runs: dict[bool, list[FlatRun]] = {True: [], False: []}
     known: set[int] = set()
     resting: dict[str, nn.Parameter] = {}
@@ -92,7 +94,7 @@ def flat(
             widened.add(group)
         for decay, run in runs_of(group, names, lambda name, p: no_decay is None or not no_decay(name, p)):
             runs[decay].append(run)
-    outside = {name: p for name, p in model.named_parameters() if id(p) not in known}
+    outside = {name: p for name, p in parameters.items() if id(p) not in known}
     _refuse_unsharded(name for name, parameter in outside.items() if parameter.requires_grad)
     in_stages = parts_of(model) is not None  # all stages have the same groups, even empty ones
     groups: list[dict[str, Any]] = [{"params": [run.flat for run in runs[True]]}]

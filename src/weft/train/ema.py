@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.checkpoint.state import plain_name
+
 
 class WeightAverage:
     """Exponential moving averages of all trainable weights. Each average starts at the value of its weight.
@@ -17,7 +19,7 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self._weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._weights = {plain_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._averages = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     @torch.no_grad()

@@ -144,7 +144,8 @@ def evaluate(
         state["ema"] = averages
     if isinstance(config.model, HybridConfig):
         state = dict(renumbered(state, config.model))
-    taken = CheckpointManager(run / CHECKPOINTS, progress=say).load(state, step)
+    with CheckpointManager(run / CHECKPOINTS, progress=say) as checkpoints:
+        taken = checkpoints.load(state, step)
     if say is not None:
         say(f"computing the validation loss of step {taken}")
     with averages.in_place() if averages is not None else nullcontext():

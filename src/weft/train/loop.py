@@ -26,7 +26,7 @@ from weft.train.config import TrainConfig, to_dict
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.evaluate import move, validate
-from weft.train.optimizers import clip_gradients, configured_options, made_by, make_optimizer
+from weft.train.optimizers import check_loaded_state, clip_gradients, configured_options, made_by, make_optimizer
 from weft.train.passes import Passes
 from weft.train.record.loggers import check as check_loggers
 from weft.train.record.metrics import Metrics
@@ -179,6 +179,7 @@ class Trainer:
             self.model.origin = origin_of_run(self.run_place.directory)
         for group, configured in zip(self.optimizer.param_groups, options):
             group.update(configured)
+        check_loaded_state(self.optimizer, self._optimizer_config)
         own_optimizer = self._optimizer_config is None
         told = changed(self.run_place.directory, self.config, step, own_optimizer=own_optimizer)
         self.say(f"resuming {self.run_place.directory} from step {step}")

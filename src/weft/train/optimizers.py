@@ -20,8 +20,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import weft
+from weft.checkpoint.state import plain_name
 from weft.mesh import parts_of
 from weft.models.stages import Stages
+from weft.optim.flat import ELEMENT_WISE
 from weft.train.errors import ConfigError
 from weft.train.imported import imported
 from weft.train.sections import OptimizerConfig
@@ -100,6 +102,30 @@ def configured_options(optimizer: torch.optim.Optimizer, config: OptimizerConfig
         {name: value for name, value in group.items() if name != "params" and (known is None or name in known)}
         for group in optimizer.param_groups
     ]
+
+
+def check_loaded_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None) -> None:
+    """Raise ConfigError if options of [optimizer] need state that was not loaded into `optimizer`, as amsgrad does. A
+    step with one element tests this, for classes of torch.optim."""
+    loaded = next(((parameter, state) for parameter, state in optimizer.state.items() if state), None)
+    if loaded is None or config is None or config.name not in ELEMENT_WISE:
+        return
+    parameter, state = loaded
+    cls = optimizer_class(config)
+    probe = nn.Parameter(torch.zeros(1, device=parameter.device))
+    probe.grad = torch.zeros_like(probe)
+    made = cls([probe], **_options(cls, config))
+    made.step()
+    lacking = sorted(made.state[probe].keys() - state.keys())
+    for name in lacking:
+        del made.state[probe][name]
+    try:
+        made.step()
+    except KeyError as error:
+        raise ConfigError(
+            f"optimizer.options = {show(config.options)}: needs state that the checkpoint does not hold "
+            f"({', '.join(lacking)}); leave the options as they were, or start a new run"
+        ) from error
 
 
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
@@ -181,7 +207,7 @@ def _muon_and_adamw(model: nn.Module, config: OptimizerConfig) -> Joined:
 
 
 def _is_for_muon(name: str, parameter: nn.Parameter, config: OptimizerConfig) -> bool:
-    return parameter.ndim == 2 and not any(fnmatchcase(name, pattern) for pattern in config.adamw_for)
+    return parameter.ndim == 2 and not any(fnmatchcase(plain_name(name), pattern) for pattern in config.adamw_for)
 
 
 def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:

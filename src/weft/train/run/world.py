@@ -107,8 +107,9 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
         # The hosts of this `srun` are a part of those of the job, and rank 0 is on the first of them.
         hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "localhost")
         host = environment.get("MASTER_ADDR") or first_host(hosts)
-        # The port depends on the job's id, so that two jobs on one host do not collide.
-        port = environment.get("MASTER_PORT") or str(20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 20_000)
+        # The port depends on the ids of the job and of the `srun`, so that two of them on one host do not collide.
+        job, step = (int(environment.get(f"SLURM_{name}_ID", "0")) for name in ("JOB", "STEP"))
+        port = environment.get("MASTER_PORT") or str(20_000 + (job + 7919 * step) % 20_000)
         ranks = int(environment["SLURM_NTASKS"])
         nodes = int(environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "1"))
         return Place(
