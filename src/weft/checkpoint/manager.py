@@ -157,9 +157,11 @@ class CheckpointManager:
 
         Raises CheckpointError if a checkpoint of `step` already exists, unless the last `load` without `step` skipped
         that checkpoint. In this case, `save` renames the skipped checkpoint and saves the new one. Also raises
-        CheckpointError if another run still holds the directory after 30 seconds. If one rank cannot copy its state,
-        every rank raises an error: that rank the original one, such as a TypeError that names a value that could not be
-        loaded, and the others a RuntimeError with its message, or the same error if it is one of weft's.
+        CheckpointError if another run still holds the directory after 30 seconds.
+
+        If a rank cannot copy its state, every rank raises an error. That rank raises the original error, such as a
+        TypeError for a value that a load would refuse. The other ranks raise the same error if it is one of weft's
+        errors, and otherwise a RuntimeError with its message.
         """
         step = _whole(step)
         self.wait()
@@ -352,7 +354,8 @@ class CheckpointManager:
         return self._failed_anywhere(failed)
 
     def _read(self, entries: dict[str, Any], reader: Reader) -> dict[str, Any]:
-        """Return `entries` with the stored values. Tensors are filled in place. Only a CheckpointError is damage."""
+        """Return `entries` with the stored values. Tensors are filled in place. A CheckpointError means that the
+        checkpoint is damaged; other errors do not."""
         planner = LoadPlanner()
         with plain_errors(unchanged=True):
             dcp.load(
@@ -477,7 +480,7 @@ class CheckpointManager:
         return exchange_objects(value, group, "a checkpoint", watched=group is not self._writers)
 
     def _raise_everywhere(self, failed: Exception | None) -> None:
-        """Raise an error on every rank if one rank has `failed`."""
+        """Raise an error on every rank if any rank has `failed` (an error, or None)."""
         if (error := self._failed_anywhere(failed)) is not None:
             raise error
 

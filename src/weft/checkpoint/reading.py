@@ -96,8 +96,9 @@ def _tensor(stream: CheckedFile) -> torch.Tensor:
 
 @contextmanager
 def plain_errors(*, unchanged: bool = False) -> Iterator[None]:
-    """A context that replaces torch's CheckpointException, which holds the errors of all ranks. It raises a
-    CheckpointError with only the error of the lowest rank that failed, in one line or, if `unchanged`, this error."""
+    """A context that replaces torch's CheckpointException, which holds the errors of all ranks, by the error of the
+    lowest rank that failed. Unless `unchanged`, an error that is not a CheckpointError becomes a CheckpointError with
+    the same message on one line."""
     try:
         yield
     except CheckpointException as error:

@@ -170,7 +170,7 @@ def _plain_bytes(key: str, value: Any) -> io.BytesIO:
 
 
 def _packed(value: Any) -> io.BytesIO:
-    """Return the bytes of `value`, which have been read once as a load reads them. Raises if a load would."""
+    """Return the bytes of `value`. Reads them once as a load does, and raises the error that the load would raise."""
     stream = io.BytesIO()
     torch.save(value, stream)
     unpack(stream)
@@ -179,7 +179,7 @@ def _packed(value: Any) -> io.BytesIO:
 
 
 def _culprit(value: Any) -> Any:
-    """Return the innermost part of `value` that cannot be loaded. `value` itself cannot."""
+    """Return the innermost part of `value` that cannot be loaded. `value`: data that cannot be loaded."""
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     for part in parts:
         try:

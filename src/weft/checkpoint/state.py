@@ -22,9 +22,9 @@ from weft.words import listed
 class Stateful(Protocol):
     """The protocol of objects that can be in a checkpoint.
 
-    A load calls `state_dict`, and fills the tensors that are values of the returned dictionary, or of dictionaries in
-    it, in place. Then the load calls `load_state_dict` with a dictionary of the same structure, which contains these
-    tensors and the other stored values.
+    A load calls `state_dict`, and fills in place the tensors in the returned dictionary and in dictionaries nested in
+    it. Then the load calls `load_state_dict` with a dictionary of the same structure, which contains these tensors and
+    the other stored values.
 
     The other members are optional. A load calls `prepare_load(stored)` before `state_dict`. `stored` maps the key of
     each stored entry of the object to the metadata of the entry. After `state_dict`, and before any tensor is filled, a
@@ -90,8 +90,8 @@ class OptimizerState:
         self.groups = [[plain_name(name) for name, _ in group] for group in grouped]
         self.parameters = {plain_name(name): parameter for group in grouped for name, parameter in group}
         self._given = {plain_name(name): name for group in grouped for name, _ in group}
-        # On all pipeline stages. The shapes are saved too, because an optimizer may keep state of any shape: a state's
-        # own shape does not show whether it belongs to other weights.
+        # Shapes of the parameters of all pipeline stages. They are saved too, because an optimizer may keep state of
+        # any shape: a state's own shape does not show whether it belongs to other weights.
         self._all_shapes = _over_stages(
             model, [{plain_name(name): shape_of(parameter) for name, parameter in group} for group in grouped]
         )
@@ -148,8 +148,8 @@ class OptimizerState:
     def check_load(self, plain: Mapping[str, Any]) -> None:
         """Raise CheckpointMismatch if the checkpoint has the state of another class of optimizer or other parameter
         groups, or if a parameter with stored state had another shape or dtype. If a class is not one of torch.optim, or
-        is not in the checkpoint, the names of the options are compared. Older checkpoints contain neither the class nor
-        the shapes."""
+        is not in the checkpoint, the names of the options are compared instead of the classes. Older checkpoints
+        contain neither the class nor the shapes."""
         self._loaded_options(plain["groups"])
         saved = {name: shape for group in plain["groups"] for name, shape in group.get("shapes", {}).items()}
         here = {name: shape_of(self.parameters[name]) for name in self._filled}
@@ -175,14 +175,15 @@ class OptimizerState:
                 ],
             }
         )
-        if not self.is_flat and all("shapes" in group for group in state["groups"]):  # the parameters have equal dtypes
+        if not self.is_flat and all("shapes" in group for group in state["groups"]):  # `check_load` has compared dtypes
             for name, parameter in self.parameters.items():
                 if stored := own[keys[name]]:
                     _keep_dtypes(stored, self.optimizer.state.get(parameter, {}))
 
     def _loaded_options(self, stored: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the options of each parameter group: those in `stored`, the groups of a checkpoint. A group without
-        parameters keeps its own options, and so does each group for options that only newer optimizers have."""
+        """Return the options of each parameter group, taken from `stored`, the groups of a checkpoint. An option that a
+        stored group lacks, because only newer versions of the optimizer have it, keeps its current value. A group
+        without parameters keeps all its options."""
         here = [index for index in range(len(self.groups)) if self._all_shapes[index]]
         there = [saved for saved in stored if saved["names"]]  # pipeline stages may have empty groups
         _compare_groups([saved["names"] for saved in there], [list(self._all_shapes[index]) for index in here])
@@ -278,8 +279,8 @@ def _room_for(stored: Stored, parameter: torch.Tensor, *, is_count: bool) -> Any
 
 
 def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group, live or stored. ("param_names" are torch's names of the parameters: of
-    this stage only, and only if the optimizer was built from `named_parameters`.)"""
+    """Return the options of a parameter group, live or stored. "param_names" is left out too: torch sets it only if the
+    optimizer was built from `named_parameters`, and it names only the parameters of this pipeline stage."""
     others = ("params", "param_names", "names", "shapes", "class", "beside")
     return {key: value for key, value in group.items() if key not in others}
 

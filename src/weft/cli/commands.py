@@ -16,8 +16,8 @@ _BESIDE = 10
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print every setting with its default. With --check, check a configuration file and whether its data exist
-    instead. With --from, print the [model] section of a run, a checkpoint or a model directory instead.
+    """Print every setting with its default. With --check, instead check a configuration file, and whether its data
+    exist. With --from, instead print the [model] section of a run, a checkpoint or a model directory.
 
     Raises ValueError for invalid settings, an invalid number of ranks, or options that do not belong together.
     """
@@ -47,7 +47,7 @@ def config(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run one training step of a small copy of a configured run twice: first on one rank, then on `--ranks` ranks (or
+    """Run one training step of a small copy of a configuration twice: first on one rank, then on `--ranks` ranks (or
     fewer), which are threads of this process. Print the differences between the two results.
 
     Returns 1 if there are differences. Raises ValueError for an invalid number of ranks or invalid settings.
@@ -142,8 +142,8 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Convert the source. Hugging Face files become a model directory of weft. A model directory, a run or a checkpoint
-    becomes Hugging Face files."""
+    """Convert a directory of Hugging Face files to one in weft's own format, or a directory in weft's own format, a run
+    or a checkpoint to Hugging Face files."""
     from weft.checkpoint.manifest import MANIFEST
     from weft.models import HybridModel, hf
     from weft.train.run.runs import CHECKPOINTS

@@ -117,7 +117,8 @@ def _check_ranks(options: argparse.Namespace, place: "Place | None") -> None:
 
 
 def _check_weights(options: argparse.Namespace, config_path: str) -> None:
-    """Add `--from` to the overrides. Without `--resume-or-start`, raise ConfigError for weights of a resumed run."""
+    """Add `--from` to the overrides. Raise ConfigError if a resumed run is given weights, unless `--resume-or-start`
+    decides whether the run resumes."""
     from weft.train.config import ConfigError, load_config
 
     if options.weights is not None:
@@ -153,9 +154,10 @@ def _local_devices() -> int:
 
 
 def _command(options: argparse.Namespace, *, configured: bool = True) -> str:
-    """Return the command that resumes this run or, without its configuration (`configured` is False), an earlier run.
+    """Return the command line that resumes this run if `resuming` adds --resume to it.
 
-    The command lacks --resume, which `resuming` adds, --from, because only new runs load weights, and --trust.
+    If `configured` is False, the command line names no configuration and no settings, so that it resumes any run with
+    the run's own configuration. --from is left out, because only new runs load weights. --trust is left out too.
     """
     words = ["weft", "train"]
     if configured:

@@ -132,9 +132,10 @@ def _beside(operands: tuple) -> list[Any] | None:
 
 
 def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an element-wise operator on the local parts. Each operand must be a scalar, or have the result's cuts
-    or shape. In the last case it is sliced by the result's cuts: a DTensor after a gather, a plain tensor only if the
-    operator writes to a sharded tensor. For other operands, return `NotImplemented`."""
+    """Run an element-wise operator on the local parts. Each operand must be a scalar, or have the result's cuts or
+    shape. An operand with the same shape but other cuts is sliced by the result's cuts; a DTensor is gathered first.
+    Plain tensors are sliced only if the operator writes to a sharded tensor. For other operands, return
+    `NotImplemented`."""
     # Optimizers call these operators once per parameter, so avoid slow pytree functions: the operators take no lists.
     changed = kwargs.get("out", args[0]) if func._schema.is_mutable else None
     given = (*args, *kwargs.values())

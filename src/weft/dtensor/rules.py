@@ -248,7 +248,7 @@ def _on_owner(func: Any, args: tuple, kwargs: dict) -> Any:
             wrote(leaf for leaf in changed_by(func, args, kwargs) if isinstance(leaf, DTensor))
         return kwargs.get("out", args[0])
     shapes = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # views share versions
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # views then share versions
         values = func(*_localized(args), **_localized(kwargs)) if here else shapes
 
     def owned(value: Any, shape: Any) -> Any:

@@ -36,8 +36,8 @@ from weft.dtensor.uneven import UnevenDTensor
 
 _EXACT = (torch.float32, torch.float64)  # with narrower dtypes, torch's steps over lists round differently
 SMALL = 4096
-"""A number of elements. In larger tensors, arithmetic takes longer than calls, and the intermediate results of a list
-take much memory."""
+"""The largest mean number of elements of a rank's part, over the parameters of a group, for a step over lists. With
+larger tensors, arithmetic takes longer than calls, and the intermediate results of a list take much memory."""
 PIECE = 1 << 16
 """The number of elements of a piece, per thread. A step reads and writes its tensors several times. Between these
 accesses, the tensors of a piece stay in the cores' caches."""

@@ -4,10 +4,10 @@ torch's `Shard(0)` means even chunks of rows. weft cuts a flat buffer into equal
 different numbers of rows, or end inside a row. `UnevenDTensor` stores its cuts. It uses them in `full_tensor`, for
 checkpoints, and in operators (`rules.py`).
 
-A part is a range of the flattened tensor. (If the tensor is cut along another dimension than the first, this dimension
-comes first in the flattened tensor; see `weft.layout.cuts`.) The part consists of whole rows if the cuts are between
-rows, of dim 0 or of later dimensions; otherwise it is 1-D. On a rank that has nothing of the tensor, the part has zero
-elements.
+A part is a range of the flattened tensor. (If the tensor is cut along a dimension other than the first, this dimension
+comes first in the flattened tensor; see `weft.layout.cuts`.) If all cuts are between rows, or between blocks of later
+dimensions, a part is a stack of these rows or blocks (`Cuts.row_dims`). Otherwise it is 1-D. On a rank that has nothing
+of the tensor, the part has zero elements.
 
 With tensor parallelism the mesh has one more axis (for experts: one or two). The cuts then divide each tensor-parallel
 rank's slice:

@@ -48,8 +48,8 @@ class HybridModel(nn.Module):
 
     With `meshes.tp`, layers are split over the ranks of that axis (see `weft.models.tensor_parallel`). Experts are not
     split if `meshes.etp` is None. All of these ranks call the model with the same tokens, and get the same logits and
-    the same loss. The parameters are DTensors (whole experts that are spread over ranks: only after
-    `weft.models.shard`). A rank has the hidden states of only some positions: where a docstring of this class gives
+    the same loss. The parameters are DTensors. (Those of whole experts that are spread over ranks become DTensors in
+    `weft.models.shard`.) A rank has the hidden states of only some positions: where a docstring of this class gives
     their shape as [batch, seq, hidden] or [B, S, D], a rank has [batch, seq / tp, hidden].
 
     Raises `ValueError` if an axis of `meshes`, or the size of an axis, does not fit the model. An example is `ep` for a
@@ -320,10 +320,10 @@ class HybridModel(nn.Module):
         losses of routers and prediction depths are added to it.
 
         Raises:
-            ValueError: for `documents` or `labels` whose shape differs from the shape of `tokens`, for a cache that
-                holds only states of other models or has a different number of rows, for `documents` together with a
-                cache, and for `depths` together with labels or a cache. With tensor parallelism, for any cache, and for
-                rows whose length is not a multiple of tp. With context parallelism, for a batch that is not from
+            ValueError: for `documents` or `labels` whose shape differs from the shape of `tokens`, for `documents`
+                together with a cache, and for `depths` together with labels or a cache. For a cache that holds only
+                states of other models, or has a different number of rows. With tensor parallelism, for any cache, and
+                for rows whose length is not a multiple of tp. With context parallelism, for a batch that is not from
                 `context_part`.
             TypeError: for `documents` of a wrong type.
             RuntimeError: if the model is cut into pipeline stages on several ranks.

@@ -18,8 +18,8 @@ A physical layer is one symbol. Physical layers are numbered from 1. A logical l
 groups. Logical layers are numbered from 0. The pattern `M[*-]|M[*E]/[*E]` has two pipeline segments with two logical
 layers each, and one prediction depth with one logical layer.
 
-In a group, only the last symbol can be `-` or `E`, and no two symbols have the same key. The main part uses either `+`,
-or `*` and `P`, and so does each prediction part. All prediction parts are written alike.
+In a group, only the last symbol can be `-` or `E`, and no two symbols have the same key. Neither the main part nor a
+prediction part has `+` together with `*` or `P`. All prediction parts are alike.
 """
 
 from dataclasses import dataclass

@@ -56,7 +56,8 @@ def flat(
 
     The `.grad` of a flat tensor is a DTensor over all ranks, so that `torch.amp.GradScaler` skips a step on all ranks
     or on none. Do not use `GradScaler` with pipeline stages, where a rank has only the gradients of its own stages. If
-    ranks have different experts, the gradients of experts and of other parameters must have the same dtype.
+    ranks have different experts, use `GradScaler` only if the gradients of experts and of other parameters have the
+    same dtype. Otherwise a rank may miss overflows in the experts of other ranks.
 
     Frozen sharded parameters are included, and are updated once they have gradients. Exceptions are parameters that are
     kept only in quantized form: after you unfreeze one, build the optimizer again. Otherwise, `step` raises ValueError.

@@ -103,7 +103,7 @@ class Channel:
     # --- receiver ---------------------------------------------------------------------------------------------------
 
     def foresee(self, keys: Iterable[Hashable]) -> None:
-        """Note the keys of the messages that will arrive, in order, so that their receives can be issued early."""
+        """Record the keys of the messages that will arrive, in order, so that their receives can be issued early."""
         self._coming.extend(keys)
         self._expect()
 

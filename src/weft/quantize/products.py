@@ -6,9 +6,10 @@
     gradient @ weight     the weight's rows     as gathered   quantized by `beside(recipe, -2)`, unless that is None
     gradient.T @ x        tokens                not used      not quantized: both are in the compute dtype
 
-If both operands are quantized, they are dequantized to fp32 and multiplied on CPU. If torch has a CPU kernel for the
-product, the result is bitwise equal to the kernel's. On CUDA, torch's kernel multiplies the payloads. If only the
-weight is quantized, it is dequantized to the dtype of the other operand on every device.
+If both operands are quantized: on CPU, they are dequantized to fp32 and multiplied. If torch has a CPU kernel for the
+product, the result is bitwise equal to the kernel's. On CUDA, torch's kernel multiplies the payloads.
+
+If only the weight is quantized, it is dequantized to the dtype of the other operand, on every device.
 """
 
 import dataclasses

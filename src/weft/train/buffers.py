@@ -87,8 +87,8 @@ class Buffers:
         return (known[name] for name in self._names.values())
 
     def prepare_load(self, stored: Mapping[str, Any]) -> None:
-        """Note whether the checkpoint holds the buffers of every rank. `stored`: the entries of these buffers. Without
-        any, `load_state_dict` does nothing, and every rank keeps the buffers that were loaded with the model."""
+        """Record whether the checkpoint holds the buffers of every rank. `stored`: the entries of these buffers. If it
+        is empty, `load_state_dict` does nothing, and every rank keeps the buffers that were loaded with the model."""
         self._are_absent = not stored
 
     def state_dict(self) -> dict[str, Any]:

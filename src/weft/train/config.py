@@ -152,7 +152,7 @@ class TrainConfig:
         - a sharding size or a pipeline schedule that does not fit the number of ranks
         - a global batch that cannot be divided into equally many microbatches for each data-parallel rank
         - `train.overlap` with only one microbatch per step on each rank
-        - a weight, the tokens of a microbatch or the positions of a step that do not fit into memory
+        - a weight, the tokens of a microbatch or the positions of a step's sequences that do not fit into memory
         - a tokenizer that cannot be read, or a `model.vocab_size` smaller than its vocabulary
         - `train.sample` for your own model, for data without a tokenizer, with `pp`, `cp` or `tp` above 1, or without
           a token

@@ -45,7 +45,7 @@ _WITH_EFFECT = (
 
 
 def move(microbatch: Any, device: torch.device) -> Any:
-    """Return the microbatch with its tensors on the device, also if nested in lists, tuples, mappings and dataclasses.
+    """Return the microbatch with its tensors on the device, even if nested in lists, tuples, dicts or dataclasses.
 
     A mapping or tuple with a method `to`, such as a tokenizer's batch or a packed sequence, is moved by this method.
     Tensors in objects of other classes are not moved.

@@ -57,7 +57,7 @@ from weft.words import counted
 class Trainer:
     """The training loop of one rank. Needs an initialized default process group.
 
-    The constructor checks the configuration, and raises ValueError if it is wrong. If the run resumes, the
+    The constructor checks the configuration, and raises ConfigError if it is invalid. If the run resumes, the
     constructor also loads the checkpoint. The method `run` then trains.
 
     - `task`: model, data and loss. Default: the task of the configuration.
@@ -183,7 +183,7 @@ class Trainer:
         own_optimizer = self._optimizer_config is None
         told = changed(self.run_place.directory, self.config, step, own_optimizer=own_optimizer)
         self.say(f"resuming {self.run_place.directory} from step {step}")
-        if self._why_complete() is None:  # otherwise no setting takes effect
+        if self._why_complete() is None:  # a complete run uses no setting
             for line in told:
                 self.say(line)
 

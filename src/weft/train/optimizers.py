@@ -32,7 +32,7 @@ from weft.train.toml_values import plain, show, typed
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _OTHERWISE = {"fused", "foreach", "differentiable"}
-"""Options that select an implementation."""
+"""Options that select an implementation. If one of them is set, `fused` is not added."""
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -40,14 +40,15 @@ class Source:
         self.ignored = tuple(ignored)
         self._say = say
         self.step: int | None = None
-        """The step of the checkpoint; None for the newest one."""
+        """The step of the checkpoint, if `path` is a checkpoint. Otherwise None."""
         self.run: Path | None = None
         require_exists(path, "name a run, one of its checkpoints, or a model's directory")
         if any((path / name).is_file() for name in (THEIRS, OURS)):
             return
         if committed_steps(path / CHECKPOINTS):
             self.run = path
-        # As it is named, because `checkpoints` may be a link to another disk, or else as a link to a checkpoint.
+        # `path` may be a link to a checkpoint, which is resolved first. In the path as given, the folder `checkpoints`
+        # may itself be a link to another disk. If both forms name a checkpoint, the path as given counts.
         for place in (path.resolve(), Path(os.path.abspath(path))):
             folder = place.parent.parent / CHECKPOINTS
             named = {path_of(folder, step): step for step in committed_steps(folder)}
@@ -200,6 +201,6 @@ class Source:
 
 
 def origin_of_run(run: Path) -> Origin | None:
-    """Return the files of the published model with whose weights the run in a directory began. None if there are
-    none."""
+    """Return the files of the published model whose weights the run in the directory `run` started from. None if it
+    did not start from a published model."""
     return origin_of(run / ORIGIN) if (run / ORIGIN / OURS).is_file() else None

@@ -65,7 +65,8 @@ class Trainer(loop.Trainer):
         callbacks: a dictionary from an event ("start", "step", "validation", "save" or "end") to a function. At each
             event, all ranks call the function with the trainer and a dictionary of numbers. "start" comes before the
             first step, and "end" after the last step or a stop. "step", "validation" and "save" come after each step,
-            each validation and each save (which may not be committed yet). A run that was complete has no events.
+            each validation and each save (which may not be committed yet). If you resume a run that is already
+            complete, there are no events.
         resume: True resumes the newest run named `run.name` that has a checkpoint. A path resumes the run in that
             directory. "or-start" is like True, but starts a new run if there is no checkpoint. False starts a new run,
             but is like True if the configuration sets `run.resume` to true.

@@ -83,10 +83,11 @@ def family_of(raw: Raw) -> Family:
 def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> HybridConfig:
     """Return the configuration of the model in a directory of Hugging Face files or of weft's own format.
 
-    `ignored`: unknown fields of config.json to ignore. Raises `ConfigError` if the directory does not exist. Raises
-    `ConversionError` for a missing or damaged configuration file, an unknown family, quantized weights, a value that is
-    invalid or that weft does not support, an unknown field that could change the result and is not in `ignored`, and
-    for `ignored` with a directory of weft's own format.
+    `ignored`: unknown fields of config.json to ignore. Not for a directory of weft's own format.
+
+    Raises `ConfigError` if the directory does not exist. Raises `ConversionError` for a missing or damaged
+    configuration file, an unknown family, quantized weights, and a value that is invalid or that weft does not support.
+    Also raises it for an unknown field that could change the result and is not in `ignored`.
     """
     directory = Path(directory)
     if (directory / OURS).exists():

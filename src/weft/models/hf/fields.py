@@ -19,7 +19,7 @@ KEPT = frozenset(
         "partial_rotary_factor",
     )
 )
-"""Fields that every family accepts: either the result does not depend on a field, or the family reads it."""
+"""Fields that every family accepts: either the family reads the field, or the result does not depend on it."""
 MEANINGLESS = frozenset(
     (
         # Fields about files, tasks and printing, which older releases of transformers write for every family.

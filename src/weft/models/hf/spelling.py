@@ -100,7 +100,8 @@ class Spelled:
 
 
 def text_of(raw: Raw) -> Raw:
-    """Return the part of config.json that describes the text model: `text_config` if there is one, otherwise `raw`."""
+    """Return the part of config.json that describes the text model: `text_config` if it is a table with a `model_type`,
+    otherwise `raw`."""
     text = raw.get("text_config")
     return text if isinstance(text, dict) and "model_type" in text else raw
 

@@ -31,10 +31,10 @@ def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] 
     Weights keep the dtype that they have in `model`. The other files (config.json, tokenizer, generation settings) are
     kept as `model.origin`. `ignored`: unknown fields of config.json to ignore.
 
-    Raises `ConversionError`, before any weight is filled, if the directory holds a model of another configuration, if
-    it lacks a tensor of the model, or if it has an unknown tensor, a tensor of another shape, or a weight that is not
-    fp64, fp32, fp16 or bf16. If the directory has several copies of one tensor and they differ, `ConversionError` may
-    be raised after some weights have been filled.
+    Raises `ConversionError` if the directory holds a model of another configuration, or lacks a tensor of the model.
+    Also raises it for an unknown tensor, a tensor of another shape, and a weight that is not fp64, fp32, fp16 or bf16.
+    In all these cases, no weight has been filled. If the directory has several copies of one tensor and they differ,
+    `ConversionError` may be raised after some weights have been filled.
     """
     directory = Path(directory)
     cfg = config_of(directory, ignored=ignored)

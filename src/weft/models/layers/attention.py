@@ -288,7 +288,7 @@ def _band(window: int, size: int, first: int, like: Tensor) -> Tensor:
     if key not in _bands:
         with torch.inference_mode(False):
             made = _made_band(window, size, first, like)
-        if torch._C._functorch.is_functorch_wrapped_tensor(made):  # it ends with the transform
+        if torch._C._functorch.is_functorch_wrapped_tensor(made):  # invalid after the transform
             return made
         _bands[key] = constant(made)
     return _bands[key]

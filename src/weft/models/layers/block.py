@@ -53,7 +53,7 @@ class Embedding(nn.Embedding):
     ranks: TensorRanks | None = None
 
     def __init__(self, vocab_size: int, hidden_size: int, source: WeightSource, padding_idx: int | None = None) -> None:
-        self.source = source  # torch's constructor resets the weight
+        self.source = source  # set first, because torch's constructor resets the weight
         super().__init__(vocab_size, hidden_size, padding_idx=padding_idx)
 
     def reset_parameters(self) -> None:

@@ -76,7 +76,7 @@ class Experts(MoE):
         return "with one row per rank the number of rows changes between calls"
 
     def _join_eagerly(self) -> None:
-        """Let `weft.Graphs` count each call of `join` as eager, because `join` does not call `_joined`."""
+        """Let `weft.Graphs` count each call of `join` as eager: graphs capture `_joined`, which `join` does not use."""
         scopes = {name: scope for name, scope in type(self).graph_scopes.items() if name != "_joined"}
         vars(self)["graph_scopes"] = {**scopes, "join": ("finish", ("latent_out", "post_norm"))}
 

@@ -5,9 +5,9 @@ c, k_rope = W_kva x               a latent, and one rotated key that all heads s
 k, v      = W_kvb norm(c)         per head: the part of the key without rotation, and the value
 y         = W_o softmax(scale [q ; q_rope] [k ; k_rope]^T) v
 
-Decoding caches only norm(c) and k_rope. A decoding step does not compute keys and values from them,
-unless an adapter wraps W_kvb: with W_kvb = [W_k; W_v] for each head, q (W_k c) = (W_k^T q) c, and the output is
-W_v (softmax(...) c). The cost of a step is T x kv_lora_rank for each head.
+Decoding caches only norm(c) and k_rope. A decoding step does not compute keys and values from them: with
+W_kvb = [W_k; W_v] for each head, q (W_k c) = (W_k^T q) c, and the output is W_v (softmax(...) c). The cost of a step is
+T x kv_lora_rank for each head. If an adapter wraps W_kvb, a step computes all keys and values instead.
 """
 
 from functools import partial

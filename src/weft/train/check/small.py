@@ -92,7 +92,7 @@ def _on_fewer_ranks(config: TrainConfig, ranks: int) -> tuple[TrainConfig, int]:
     copies, ep = min(sharding.dp_replicate, 2), sharding.ep
     per_copy = data_ranks(config, ranks) // sharding.dp_replicate
     beside = sharding.cp * sharding.tp // sharding.expert_ranks
-    """The number of ranks over which experts are spread, for each shard."""
+    """The number of ranks of each data-parallel shard over which experts are spread."""
     within = per_copy * beside % ep == 0
     """Whether an expert-parallel group lies inside one replica."""
     alone = per_copy * beside * sharding.dp_replicate == ep

@@ -1,8 +1,8 @@
 """Cuts tokens into the microbatches of one rank.
 
-Training sequences are numbered by their position in the global order. For each microbatch, the ranks take the next
-`microbatch_size` positions in turn. A global batch therefore has the same sequences for any number of ranks, and the
-state is one integer, the next position:
+Training sequences are numbered by their position in the global order. For each microbatch, each rank in turn takes the
+next `microbatch_size` positions. A global batch therefore has the same sequences for any number of ranks, and the state
+is one integer, the next position:
 
     position   0 1 2 3 | 4 5 6 7 | 8 ...     2 ranks, microbatches of 2
     rank       0 0 1 1 | 0 0 1 1 | 0 ...

@@ -48,8 +48,8 @@ class Part:
     """A hash of the content, independent of file names. If it is "", resumed runs do not check that the text is the
     same."""
     conversations: int | None = None
-    """For conversations, the vocabulary's size; tokens from this number on are not labels (see `answers`). None for
-    other texts."""
+    """For conversations, the vocabulary's size; tokens from this number on are not labels (see
+    `weft.train.data.answers`). None for other texts."""
     name: str = "data.paths"
     """The setting that names the text, with the value of the setting, for messages."""
 

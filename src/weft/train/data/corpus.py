@@ -62,7 +62,7 @@ class Text:
 
     @property
     def name(self) -> str:
-        """The paths as words."""
+        """The paths in words. Without paths, the name of the default text."""
         return listed(self.paths, 3) if self.paths else "the Python standard library's source"
 
     def __str__(self) -> str:

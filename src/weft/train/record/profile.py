@@ -103,5 +103,5 @@ _MORE: dict[Any, Any] = {
     for kernel in _KERNELS
     for direction, count in (("", _attention), ("_backward", _attention_backward))
 } | {torch.ops.aten._grouped_mm: _grouped}
-"""FLOP formulas that torch lacks: of grouped products and of attention on CPU. The formulas of torch 2.11 for attention
-on CUDA lack GQA."""
+"""Formulas used in place of torch's. torch has no formulas for grouped products and for attention on CPU, and its
+formulas for attention on CUDA do not support GQA in torch 2.11."""

@@ -1,9 +1,13 @@
-"""Facts about a run that are not metrics, kept in the run's folder for the report:
+"""Facts about a run that are not metrics, kept in the run's folder for the report.
 
-mark: imported code of the configuration that this user has named              written at the start, like the next line
-    (`weft.train.run.trust`)
+Written at the start:
+
 parameters, ranks, device, versions, command, commit, units, resumed, pattern
-description: the text of `weft.describe`                                       written at the end, like all facts below
+mark: for each import path in the configuration, an HMAC that shows that this user trusts it (`weft.train.run.trust`)
+
+Written at the end:
+
+description: the text of `weft.describe`
 memory: the result of `weft.memory_report`, or a list of them for the ranks of a pipeline
 baseline: the validation loss of the bigram table in nats per byte
 graphs: the counts of `weft.graph_report` on the first rank

@@ -3,13 +3,19 @@
     REFUSED   the new value would not fit the trained weights, the data so far or the saved state, or would have no
               effect. With `run.renumber`, a pattern that groups the same layers differently is PRINTED
     PRINTED   the setting takes effect, and is printed before the first step
-    SILENT    the setting takes effect, and changes the results by no more than rounding. Exceptions: router losses if
-              `sharding.cp` changes, or `train.microbatch_size` with different numbers of labels in the sequences,
-              your own model if it uses dropout or the other rows of a microbatch (BatchNorm's statistics change with
-              recomputation too), and the end of the run if `train.validate_every` changes with `train.stop_after`.
-              Changes of `run.name` and `run.weights` have no effect on a resumed run
+    SILENT    the setting takes effect, and changes the results by no more than rounding, with the exceptions below.
+              `run.name`, `run.directory` and `run.weights` have no effect on a resumed run
 
-docs/training.md has this table for users.
+These SILENT settings change results by more than rounding:
+
+- `sharding.cp` changes the auxiliary losses of routers. So does `train.microbatch_size`, if sequences have different
+  numbers of labels.
+- `train.microbatch_size` changes the results of your own model, if it uses dropout or the other rows of a microbatch
+  (BatchNorm). `train.activation_checkpointing` changes the running statistics of BatchNorm. `train.compile` can change
+  which elements dropout drops.
+- `train.validate_every` changes when `train.stop_after` ends the run.
+
+docs/training.md has these rules for users.
 """
 
 from collections.abc import Mapping

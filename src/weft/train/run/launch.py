@@ -267,8 +267,8 @@ class _Supervisor:
             rank.process.kill()
 
     def _explain(self) -> int:
-        """Print the cause of the first failure and return the exit code. Later reports of ranks say only that another
-        rank was lost."""
+        """Print the cause of the first failure and return the exit code. Later reports of other ranks are not printed,
+        because they usually say only that a rank was lost."""
         killed = [rank for rank in self.died if rank.process.returncode < 0]
         reasons = sorted(self._reasons(), key=lambda reason: reason["time"])
         wrong = [reason for reason in reasons if reason["kind"] != "failure"]

@@ -49,9 +49,9 @@ def meet(
     """Wait until all ranks have connected to the same store. Then call `begin` with the store, and return the store.
 
     `init_method`: the address of the store, file:///… or tcp://host:port. `say`: called during the wait, with lines
-    that name the missing ranks. Raises RunFailed if all this takes longer than `patience` seconds. The message names
-    the missing ranks or the store that does not answer. Raises Interrupted if this rank or another waiting rank is
-    asked to stop.
+    that name the missing ranks. Raises RunFailed if `meet`, `begin` included, takes longer than `patience` seconds. The
+    message names the missing ranks or the store that does not answer. Raises Interrupted if this rank or another
+    waiting rank is asked to stop.
     """
     where = urlsplit(init_method)
     wait = _Wait(patience, stop, say, f"the store at {where.netloc or where.path}, which does not answer")

@@ -67,8 +67,8 @@ def open_run(
     - `resume`: True resumes the newest run named `config.name` that has a committed checkpoint. A string names the run
       to resume: its directory, or its config.toml. False starts a new run, or acts as True if `config.resume` is true.
     - `or_start`: start a new run if there is no checkpoint to resume from.
-    - `command`: the command line, without `--resume`, that resumes any run with the configuration in its directory, for
-      messages: "weft train --ranks 2". None if a script opens the run.
+    - `command`: for messages that say how to resume a run: a command line to which `--resume RUN_DIRECTORY` is added,
+      such as "weft train --ranks 2". None if a script opens the run.
     - `own_task`: whether a program passes model and data to `weft.train.Trainer`.
 
     Raises ConfigError if there is no checkpoint to resume from and `or_start` is False, if `own_task` was different

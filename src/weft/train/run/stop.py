@@ -23,7 +23,7 @@ class Requests:
         self._last = -math.inf
 
     def note_signal(self) -> bool:
-        """Note a signal. Return whether it is a new request. If not, it belongs to the last request."""
+        """Record a signal. Return whether it is a new request. If not, it belongs to the last request."""
         now = time.monotonic()
         if now - self._last < TOGETHER_S:
             return False

@@ -2,7 +2,7 @@
 
 Each rank records its progress, the stack of its main thread, and its current file operation. A file operation that
 takes longer than the limit (`train.watchdog` seconds) counts as a hang. A rank without progress for longer than the
-limit asks all others for what they do, and concludes:
+limit asks all others what they are doing, and concludes:
 
     a rank does not answer                       the rank is stopped, or its host is down
     a rank makes progress                        all other ranks wait for it: no hang
@@ -96,7 +96,7 @@ class Watchdog:
             self._peers.close()
 
     def at(self, what: str, *, loosely: bool = False) -> None:
-        """Note progress: this rank begins a phase, which messages call `what`. `loosely`: see the class."""
+        """Record progress: this rank begins a phase, which messages call `what`. `loosely`: see the class."""
         self._since = time.monotonic()
         self._what, self._loosely = what, loosely
         self._moves += 1

@@ -53,7 +53,8 @@ def work(
         rank.watchdog = Watchdog(config.train.watchdog, rank.end_hanging).start()
         rank.watchdog.at("the setup of the run", loosely=True)
         if run is None:
-            run = open_run_together(config, resume, "weft train", or_start=or_start)  # without options of ranks
+            # Without --ranks in the command: another launcher started the ranks.
+            run = open_run_together(config, resume, "weft train", or_start=or_start)
         # A supervising process keeps the ranks' logs in the run's directory, and decides whether to remove it.
         with nullcontext() if rank.supervised else beginning(run):
             memory = Path(os.environ[MEMORY]) if MEMORY in os.environ else None
@@ -65,7 +66,7 @@ def work(
         rank.end(SUCCESS if complete else INTERRUPTED)
     except Interrupted as interrupted:
         run = run or find_run(config.run, resume)  # the ranks may not have opened it yet
-        step = None if run is None else run.saved_step  # a copy in memory ends with `weft train`
+        step = None if run is None else run.saved_step  # copies in memory are lost when `weft train` ends
         if place.rank == 0 or not rank.supervised:
             rank.say(interrupted.explained(step))
         rank.end(INTERRUPTED if step else NOT_BEGUN)
@@ -116,8 +117,8 @@ class _Rank:
     def end(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
-        # A normal exit joins communication threads. These may wait for ranks that wait for this rank, and such an exit
-        # has aborted after all work was done.
+        # A normal exit joins communication threads, which may wait for ranks that wait for this rank. A normal exit may
+        # also abort the process after all work is done.
         os._exit(code)
 
 

@@ -39,7 +39,7 @@ class LoopConfig:
     skip_spikes: float = 0.0
     """Skip steps with a gradient norm above this multiple of the median of the last 100 unskipped steps; 0: never."""
     log_every: int = 10
-    """Steps between two lines of output that is not a terminal, and between two records of the experts' loads."""
+    """Steps between printed lines (if the output is not a terminal) and between records of the experts' loads."""
     parameter_norms_every: int = 0
     """Steps between two records of the norm of each parameter and of its gradient; 0: none."""
     quantization_shares_every: int = 0

@@ -203,7 +203,7 @@ def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
             del scores
     one, two = found
     change = ((one - two).abs().max() / one.abs().max()).item()
-    return change if change > torch.finfo(one.dtype).eps ** 0.5 / 4 else 0.0  # sums over experts differ by less
+    return change if change > torch.finfo(one.dtype).eps ** 0.5 / 4 else 0.0  # rounding of sums over experts is smaller
 
 
 def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
