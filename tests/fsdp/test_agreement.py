@@ -87,6 +87,16 @@ def test_ranks_with_different_units_raise_before_the_first_pass():
 
 
 @distributed(2)
+def test_ranks_whose_groups_have_other_parameters_of_the_same_sizes_raise_before_the_first_pass():
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
+    net[1 + dist.get_rank()].weight.requires_grad_(False)
+    weft.fully_shard(net)
+    said = r"rank 0: 2\.weight \[4, 4\] of the root; rank 1: 1\.weight .*freeze the same parameters before fully_shard"
+    with pytest.raises(CollectiveMismatch, match=said):
+        net(torch.ones(2, 4))
+
+
+@distributed(2)
 def test_ranks_with_different_numbers_of_parameters_raise_before_the_first_pass():
     class Split(torch.nn.Module):
         """12 elements, in one parameter or in several."""

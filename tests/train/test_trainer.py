@@ -506,7 +506,7 @@ def test_data_that_yields_nothing_is_an_error():
 
 
 def test_data_that_can_be_iterated_only_once_raises_at_its_end():
-    with pytest.raises(ConfigError, match="data: a generator, ended after 3 microbatches of this rank") as error:
+    with pytest.raises(ConfigError, match="data: a generator ended after 3 microbatches of this rank") as error:
         stream = Stream((number for number in range(3)), 2)
         assert stream.next_step() == [0, 1]
         stream.next_step()

@@ -76,13 +76,14 @@ class Agreement:
     def same_structure(
         self, units: Sequence[str], groups: Sequence[dist.ProcessGroup], trains: Sequence[bool] = ()
     ) -> list[bool]:
-        """Raise CollectiveMismatch if `units`, the descriptions of this rank's units, differ between ranks. Return, for
-        each parameter group of the units, whether any rank trains it. `trains`: for each parameter group, whether this
-        rank trains it. `groups`: the process groups, as in `compare`."""
+        """Raise CollectiveMismatch if `units`, descriptions of this rank's units and parameters, differ between ranks.
+        Return, for each parameter group of the units, whether any rank trains it. `trains`: for each parameter group,
+        whether this rank trains it. `groups`: the process groups, as in `compare`."""
         word = _fingerprint(units)
         high, low = agree([word, -word], groups, "first pass", channel=self.channel)
         if high != -low:
-            raise _parted(units, groups, "have different units", "build the same model on every rank")
+            rule = "build the same model on every rank, and freeze the same parameters before fully_shard"
+            raise _parted(units, groups, "have different units", rule)
         # A separate message, after the check: ranks with different units would send different numbers of integers.
         return [*map(bool, agree(trains, groups, "first pass", channel=self.channel))]
 

@@ -130,17 +130,16 @@ fully_shard.state = _state_of  # type: ignore[attr-defined]
 
 def _refuse_in_use(driver: UnitDriver) -> None:
     """Raise ValueError if the unit of `driver`, which is nested in the new one, is in use."""
-    what = ", ".join(holder.name for holder in driver.unit.holders)
+    what, fix = ", ".join(holder.name for holder in driver.unit.holders), "after reshard()"
     if any(group.gradients.where is not Where.NOWHERE for group in driver.unit.groups):
-        what = "gradients that wait for their reduction"
+        what, fix = "gradients that wait for their reduction", "after a backward that reduces them"
     if driver.unit.calls:
-        what = "a forward that waits for its backward"
+        what, fix = "a forward that waits for its backward", "after this backward"
     if driver.runtime is not None and driver.runtime.passes.current not in (Pass.IDLE, Pass.FAILED):
-        what = f"a {driver.runtime.passes.current.value} that is under way"
+        what, fix = f"a {driver.runtime.passes.current.value} that is under way", "after it"
     if what:
         raise ValueError(
-            f"fully_shard around {driver.unit}, which is in use by {what}: call it before the first pass, or after "
-            f"{what} has ended and after reshard()"
+            f"fully_shard around {driver.unit}, which is in use by {what}: call it before the first pass, or {fix}"
         )
 
 

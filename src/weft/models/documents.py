@@ -307,7 +307,8 @@ def _integers(name: str, values: Any, shape: str) -> Tensor:
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} is a {type(values).__name__}: pass a tensor of integers {shape}")
     if values.dim() != shape.count(",") + 1 or values.is_floating_point() or not values.numel():
-        raise ValueError(f"{name} has shape {list(values.shape)} and dtype {values.dtype}: pass integers {shape}")
+        needed = f"{'integers' if values.numel() else 'at least one integer'} {shape}"
+        raise ValueError(f"{name} has shape {list(values.shape)} and dtype {values.dtype}: pass {needed}")
     return values.detach().cpu().long()
 
 

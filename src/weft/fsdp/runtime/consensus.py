@@ -62,7 +62,9 @@ class Consensus:
                 f"{counted(group.layout.data_numel, 'element')} of {counted(len(group.parameters), 'parameter')}{what}"
                 for group, what in zip(unit.groups, frozen)
             ]
-            said.append(f"{unit.name or 'the root'} ({', '.join([unit.kind, *sizes])})")
+            name = unit.name or "the root"
+            said.append(f"{name} ({', '.join([unit.kind, *sizes])})")
+            said += [f"{each.name} {list(each.sharded.shape)} of {name}" for g in unit.groups for each in g.parameters]
         if graphs is not None:
             said.append(f"{len(graphs.failed)} parts of the model that are captured")
         trains = [any(p.requires_grad for p in map(SHARDED, group.parameters)) for group in self._groups]

@@ -122,7 +122,7 @@ def check_values(raw: Raw, fields: Mapping[str, tuple[str, Any]]) -> None:
         if kinds and not any(_is(value, kind) for kind in kinds):
             raise ConversionError(f"{name}={_shown(value)}: must be {' or '.join(sorted(map(_named, kinds)))}")
         if int in kinds and isinstance(value, int) and not -LARGEST <= value <= LARGEST:
-            raise ConversionError(f"{name}={_shown(value)}: must be at most {LARGEST}")
+            raise ConversionError(f"{name}={_shown(value)}: must be from {-LARGEST} to {LARGEST}")
         if name in LAYERS and value is not None and not 0 <= value <= MOST_LAYERS:
             raise ConversionError(f"{name}={value}: must be from 0 to {MOST_LAYERS}")
 

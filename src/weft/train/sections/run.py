@@ -59,7 +59,10 @@ class RunConfig:
         meant = f"; did you mean {show(near[0])}?" if near else ""
         rule = f'must contain only "tensorboard", "wandb" and "package.module:Class", not {unknown}{meant}'
         require("run.loggers", list(self.loggers), not unknown, rule)
-        wrong = [name for name, unit in self.units.items() if not is_own(name) or not isinstance(unit, str)]
+        taken = [name for name in self.units if not is_own(name)]
+        rule = f"must name numbers that your loss returns; {taken} are weft's own"
+        require("run.units", self.units, not taken, rule)
+        wrong = [unit for unit in self.units.values() if not isinstance(unit, str)]
         rule = f'must map the name of each number to a text, such as {{accuracy = "%"}}; {wrong} is not a text'
         require("run.units", self.units, not wrong, rule)
         require("run.report_every", self.report_every, self.report_every >= 0, "must not be negative")

@@ -15,9 +15,9 @@ def check_sizes(model: HybridConfig | OwnModelConfig, data: DataConfig, loop: Lo
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     length = data.sequence_length
     sizes = [
-        ("train.global_batch_size", loop.global_batch_size, 32, "the positions of a step"),
-        ("train.microbatch_size", loop.microbatch_size, 8 * length, "the tokens of a microbatch"),
-        ("data.sequence_length", length, 8 * loop.microbatch_size, "the tokens of a microbatch"),
+        ("train.global_batch_size", loop.global_batch_size, 32, "the order of a step's sequences"),
+        ("train.microbatch_size", loop.microbatch_size, 8 * length, "a microbatch"),
+        ("data.sequence_length", length, 8 * loop.microbatch_size, "a microbatch"),
     ]
     if isinstance(model, HybridConfig):
         hidden, widest = model.hidden_size, max(model.vocab_size, model.intermediate_size)

@@ -219,7 +219,7 @@ class Stream:
                 return microbatch
         if self.epoch:
             raise ConfigError(
-                f"data: {told(self.source)}, ended after {counted(self._last, 'microbatch')} of this rank and yields "
+                f"data: {told(self.source)} ended after {counted(self._last, 'microbatch')} of this rank and yields "
                 f"none the second time; pass data that starts again, such as a list or a loader, or end the run earlier"
             )
         raise ConfigError("data: yields no microbatch; pass an iterable that starts again each time")
