@@ -220,7 +220,7 @@ def check_views(model: nn.Module) -> None:
                 if not (first <= start and stop <= last):
                     raise RuntimeError(
                         f"the weight of {name} no longer lies in the flat buffer of its unit, so gathers and "
-                        f"optimizers do not see it: change it in place, with copy_, and do not assign to .data"
+                        f"optimizers do not see it: change it in place, with copy_, and do not replace its local tensor"
                     )
             found.append((start, stop, f"the {what} of {name}"))
     found.sort()

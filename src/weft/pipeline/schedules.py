@@ -150,8 +150,8 @@ def _published(name: str, ranks: int, chunks: int, microbatches: int) -> Table:
             raise ValueError(f"{name}: {what} = {value}; must be at least 1")
     if chunks != schedule.chunks and not schedule.any_chunks:
         raise ValueError(
-            f"{name}: chunks = {chunks}; it has {schedule.chunks} on each rank: leave chunks out, or use interleaved "
-            f"or combined"
+            f"{name}: chunks = {chunks}; it has {schedule.chunks} on each rank: leave chunks out, build the model "
+            f"with chunks={schedule.chunks}, or use interleaved or combined"
         )
     least = schedule.microbatches_per_rank * ranks
     if microbatches < least:

@@ -42,7 +42,8 @@ def check_weight(
         if parallel is not None and (len(shape) == 2 or any(isinstance(p, Shard) and p.dim for p in beyond)):
             why = "products of tensor-parallel weights are computed by DTensor"
         if why is not None:
-            raise ValueError(f'{recipe} for parameter {name!r} of shape {shape}: {why}, or compute="dequantize"')
+            advice = ", or" if "choose" in why else "; choose"
+            raise ValueError(f'{recipe} for parameter {name!r} of shape {shape}: {why}{advice} compute="dequantize"')
 
 
 def _suits(recipe: Quantization, module: nn.Module | None, attribute: str) -> bool:
