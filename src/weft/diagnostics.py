@@ -44,13 +44,14 @@ def describe(model: nn.Module) -> str:
 def memory_report(model: nn.Module) -> dict[str, Any]:
     """Return how many bytes the model's weights and gradients take on this rank, as a dict with three keys.
 
-    The report includes sharded modules that you have since replaced in the model, as long as they exist. Raises
+    The report includes sharded modules that you have replaced by other modules, as long as they exist. Raises
     ValueError for a model without sharded modules.
 
     `persistent`: a dict of the bytes that stay allocated on the device: "weights", "gradients" and, if weights are
     quantized, "quantized weights" (with their scales). `offloaded`: a dict of the bytes in CPU memory, with
     `CPUOffloadPolicy`: "weights" and "gradients". `transient`: a dict with the keys "gathered weights" and "partial
-    gradients". Each of its values is a dict with these keys. If the model has several roots, each number is their sum:
+    gradients". Each of its values is a dict with the keys below. If the model has several roots, each number is the sum
+    over them.
 
         live          bytes in use now
         peak          the maximum of live so far
@@ -203,7 +204,8 @@ def quantization_shares(model: nn.Module) -> dict[str, Shares]:
 def check_views(model: nn.Module) -> None:
     """Check that this rank's weights are in their units' flat buffers, and that no weights or gradients overlap.
 
-    Otherwise raises RuntimeError that names the parameters. Raises ValueError for a model without sharded modules.
+    Raises RuntimeError, with the parameters' names, if this is not so. Raises ValueError for a model without sharded
+    modules.
     """
     found: list[tuple[int, int, str]] = []
     for name, record in named_records(model):

@@ -7,18 +7,17 @@
     except CollectiveMismatch as error:  # the message names the ranks and units
         ...
 
-    raised by            a ValueError: an argument is wrong         a RuntimeError: something went wrong
-    ------------------   ---------------------------------------    --------------------------------------------
-    communication                                                   `CollectiveMismatch`
-    sharding                                                        `WeightsGone`, `WeightsWritten`
-    overlap, pipelines   `TableError`                               `UndeclaredTensor`
-    checkpoints          `CheckpointMismatch`                       `CheckpointError`, `CheckpointGone`, `StorageError`
-    models               `PatternError`, `ConversionError`          `KernelError`
-    trainer              `ConfigError`, `NotReadable`,               `RunFailed`
-                         `TokensDamaged`
-    debugging                                                       `StreamOrderError`
+    raised by      a ValueError: invalid argument or input        a RuntimeError: something went wrong
+    -------------  ---------------------------------------------  ---------------------------------------------------
+    communication                                                 `CollectiveMismatch`
+    sharding                                                      `WeightsGone`, `WeightsWritten`
+    schedules      `TableError`                                   `UndeclaredTensor`
+    checkpoints    `CheckpointMismatch`                           `CheckpointError`, `CheckpointGone`, `StorageError`
+    models         `PatternError`, `ConversionError`              `KernelError`
+    trainer        `ConfigError`, `NotReadable`, `TokensDamaged`  `RunFailed`
+    debugging                                                     `StreamOrderError`
 
-Most other arguments with a wrong value or type raise a plain ValueError or TypeError.
+Elsewhere, an argument with a wrong value or type usually raises a plain ValueError or TypeError.
 """
 
 __all__ = [

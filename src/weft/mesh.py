@@ -7,7 +7,8 @@ Ranks are numbered along these axes, with the last axis fastest:
                    pp | expert_replicate | expert_shard | ep           experts are whole (`etp` is 1)
 
 Both views contain the same ranks; the expert view groups them differently. For sharding, context-parallel ranks count
-as data-parallel ranks: `dense` spans dp_shard and cp. For example, eight ranks with `dp_shard=8, ep=4`:
+as data-parallel ranks: the shard axis of `dense` spans dp_shard and cp. For example, eight ranks with `dp_shard=8,
+ep=4`:
 
     meshes.dense of rank 5     0 1 2 3 4 5 6 7
     meshes.ep of rank 5                4 5 6 7      together they hold one copy of every expert

@@ -80,7 +80,7 @@ def backend_for(device: torch.device) -> str:
 
 
 def reaches_devices() -> bool:
-    """Return whether the default process group can send from device memory: whether its backend is not gloo alone."""
+    """Return whether the default process group has a backend other than gloo, which sends only from CPU memory."""
     return dist.get_backend() != HOSTS
 
 

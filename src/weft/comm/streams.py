@@ -2,7 +2,7 @@
 
     function                  CUDA                          checked (`weft.debug.check_streams`)   plain CPU
     ------------------------  ----------------------------  -------------------------------------  -----------------
-    `has_streams`             yes                           yes, of CPU tensors                    no
+    `has_streams`             yes                           yes, for CPU tensors                   no
     `new`, `current`, `on`    torch.cuda's streams          names with vector clocks               nothing to order
     `wait_on_host`            polls the event               merges the clocks and counts the wait   -
     `moment`                  an event                      a clock                                None

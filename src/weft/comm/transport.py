@@ -7,8 +7,7 @@
     `builtin.BuiltIn`            no     no        one group call    by the backend; NCCL averages
 
 Code outside of `weft.comm` asks for a capability, not for the name of a backend. `weft.comm.backends` chooses the
-transport.
-A transport has no state: one instance serves all groups.
+transport. A transport has no state: one instance serves all groups.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,7 +3,7 @@
 with weft.debug.check_streams():
     train()            # runs weft's CUDA code, but on CPU tensors; a missing wait raises an error
 with weft.debug.guard_memory():
-    train()            # references to freed gathered weights read NaN, and earlier writes to them raise an error
+    train()            # gathered weights read NaN after they were freed; a write to gathered weights raises an error
 with weft.debug.Timeline() as timeline:
     train()            # records when communication and computation ran
 """

@@ -22,12 +22,11 @@ guards = 0
 
 @contextmanager
 def guard_memory() -> Iterator[None]:
-    """Fill gathered weights with NaN when they are freed, and raise `WeightsWritten` if they were written to before.
+    """Fill gathered weights with NaN when they are freed, and raise `WeightsWritten` if code has written to them.
 
-    The guard ignores gathered weights that are never freed, such as those of "no_shard". Use this context to find bugs
-    in a model with few layers, because the gathered weights of all layers may be in memory at once. When weights are
-    gathered, the guard copies them. Before the weights are freed, the guard compares them with the copy, and raises
-    `WeightsWritten` if they differ. The host waits for each comparison.
+    To find writes, the guard copies weights when they are gathered, and compares them with the copy before they are
+    freed. The host waits for each comparison. The guard ignores gathered weights that are never freed, such as those of
+    "no_shard". Use it in a model with few layers, because the gathered weights of all layers may be in memory at once.
     """
     global guards
     guards += 1

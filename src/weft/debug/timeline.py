@@ -1,5 +1,6 @@
-"""Records when communication ran. Lanes (communication queues) report their operations to the recording timeline.
-If no timeline is recording, each operation only checks whether a list is empty.
+"""Records when communication and computation ran. Lanes (communication queues) report their operations to the recording
+timeline, and schedules (`weft.overlap`) report their compute steps. If no timeline is recording, each of them only
+checks whether a list is empty.
 
     with Timeline() as timeline:
         step()

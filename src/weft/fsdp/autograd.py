@@ -233,8 +233,8 @@ _WRITES = re.compile(
 
 
 def retire(original: nn.Parameter) -> None:
-    """Make in-place operators on `original`, uses of its `.grad` and its gradients raise (`Original`). The errors take
-    its name from `record_of(original)`."""
+    """Make `original` raise an error when an operator writes to it, when code uses its `.grad`, and when a backward
+    reaches it (see `Original`). The error takes its name from `record_of(original)`."""
     if original.requires_grad:
         original.register_hook(unserializable_hook(functools.partial(_refuse_gradient, weakref.ref(original))))
     original.__class__ = _subclass(Original, type(original))
@@ -270,8 +270,8 @@ def _name_of(parameter: Any) -> str:
 
 
 first_backwards: list[tuple[weakref.ref[Any], int]] = []
-"""Root units on several ranks that ran a forward and that no inspected backward has reached yet, each with the number
-of backwards that were inspected since then. Backwards with `inputs` are not inspected."""
+"""The root units of models on several ranks that have run a forward, but that no inspected backward has reached yet.
+Each has the number of backwards that were inspected since then. Backwards with `inputs` are not inspected."""
 
 
 def explaining(

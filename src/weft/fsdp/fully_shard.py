@@ -62,12 +62,15 @@ def fully_shard(
             size of the shard axis: after forward, weights are sharded over n adjacent ranks only, and backward gathers
             them from these ranks. A smaller n takes more memory. If the n ranks are on one node, backward gathers
             nothing from other nodes.
-        shard_placement_fn: called with each parameter. It may return `weft.TensorAtomic()` (never cut),
-            `weft.BlockAtomic(rows)` (cut only between blocks of rows), None or `Shard(0)` (cut between rows if this
-            needs little padding, otherwise anywhere; a quantized weight that is not tensorwise: only between blocks of
-            its recipe), or `Shard(dim)` (cut between slices along another dimension; shards may be unequal). It may
-            also return torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh, as for
-            experts.
+        shard_placement_fn: called with each parameter. Returns where the parameter may be cut. Default: None.
+
+            - None or `Shard(0)`: between rows if this needs little padding, otherwise anywhere. A quantized weight that
+              is not tensorwise is cut only between blocks of its recipe.
+            - `Shard(dim)`: between slices along another dimension. The shards may be unequal.
+            - `weft.TensorAtomic()`: nowhere.
+            - `weft.BlockAtomic(rows)`: only between blocks of rows.
+            - torch's `ShardPlacementResult`: as its `placement` says. Its `mesh_info` may give the parameter another
+              mesh, as for experts.
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
         offload_policy: `weft.OffloadPolicy` (the default: no offloading) or `weft.CPUOffloadPolicy` (sharded weights,
             gradients and optimizer state stay in CPU memory). Both are torch's classes.

@@ -6,9 +6,9 @@ model_weight  always*     parameter    compute***   the input of gathers
 full          gathered**  Replicate    compute***   the weights that forward and backward read; registered during uses
 gradients                                           see `weft.fsdp.gradients.group`
 
-*   Without quantization, it is main_weight itself if both are sharded alike over several ranks (gathers cast and
-    upload), and shares the memory of main_weight if the dtypes are equal, without offload. `copies` has two model
-    weights if forward and backward use different quantized weights.
+*   Without quantization: if model_weight and main_weight are sharded alike over several ranks, they are one buffer, and
+    gathers cast and upload. Otherwise, main_weight is in the memory of model_weight if their dtypes are equal and
+    nothing is offloaded. `copies` has two model weights if forward and backward use different quantized weights.
 **  If every rank keeps all weights, `full` is the same buffer as model_weight, and always lives.
 *** With quantization, model_weight holds the bytes of the payload, and `full` is a separate buffer even if every rank
     keeps all weights. With `compute="scaled"`, `full` is in float8.
@@ -89,7 +89,7 @@ class ParameterGroup:
         self.parameters = parameters_of(self, members)
         fulls = [*map(FULL, self.parameters)]
         mark_scaled(fulls, self.recipe)
-        self._flags = [self.trainable] * len(self.parameters)  # `requires_grad` of the full parameters, set last
+        self._flags = [self.trainable] * len(self.parameters)  # the full parameters' `requires_grad`, as weft last knew
         self.payload_only = payload_only_of(self)
         """The main weights, if they are freed while the payload is up to date; None if they are always kept."""
         self.main_weight = self.payload_only or self.main_weight
@@ -105,7 +105,7 @@ class ParameterGroup:
         self._refreshed_from: int | None = None
         """The version of the main weights from which separate model weights were made. None: update them first."""
         self.gathered_from: int | None = None
-        """The same for the full weights, which an update of the model weights does not change. None: not gathered."""
+        """The version of the main weights from which the full weights were made. None: not gathered."""
         self._refreshing: Ticket | None = None
         self._upload: Ticket | None = None  # the transfer that reads main weights in CPU memory
         self.unfilled = [each for each, tensor in zip(self.parameters, slices) if tensor.is_meta]
@@ -193,8 +193,8 @@ class ParameterGroup:
         return self.payload.made_from(self.version) != self.version if self.is_outdated else self.is_stale
 
     def outdate(self, *, agreed: bool = False) -> None:
-        """Make the next gather start from the main weights if this rank has written to them, or if the ranks have
-        `agreed` that some rank has done so."""
+        """Let the next gather update the model weights first if this rank has written to the main weights, or if the
+        ranks have `agreed` that some rank has."""
         if agreed or self.main_changed:
             self._refreshed_from = None
 

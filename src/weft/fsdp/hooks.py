@@ -42,7 +42,7 @@ class ForwardCall:
         self.begun = False  # whether its backward is under way
         self._retained = False  # whether autograd keeps the graph for another backward
         self._ended_in = -1  # the id of autograd's graph task in which this call's backward last ended
-        self._moves = self.unit.moves  # at the forward: a retained graph has views of the weights at these addresses
+        self._moves = self.unit.moves  # at the forward; after further moves, a retained graph has invalid views
         self._engine = engine  # a strong reference: the root may be freed before the backward
         self._stretch: Stretch | None = None
         self._known = weakref.ref(self, self.unit.calls.discard)
@@ -176,8 +176,8 @@ class HookDriver:
         return (self._finish_plainly if compiled else self._finish)(engine, output, finish)
 
     def _enter(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Prepare a forward. Return its inputs, cast and marked, and a function to call afterwards. The function is
-        None if hooks only cast in this call; the inputs are then not marked."""
+        """Prepare a forward. Return its inputs, cast and passed through `_EndOfBackward`, and a function to call after
+        the forward. If hooks only cast in this call, return the cast inputs, and None instead of a function."""
         if engine.recover() or self.backwards or id(module) in self._entered:
             return *self.unit.policy.cast_inputs((args, kwargs)), None
         traced = torch._C._get_tracing_state() is not None

@@ -346,7 +346,7 @@ def checked_factor(what: str, factor: Any) -> float:
 
 
 def _switch(method: str, value: Any) -> bool:
-    """Return `value` as a bool. Integers are accepted, as in torch. Strings raise TypeError: most are truthy."""
+    """Return `value` as a bool. Integers are accepted, as in torch. Raises TypeError for strings: most are truthy."""
     if not isinstance(value, (int, torch.Tensor)) and type(value).__name__ not in ("bool", "bool_"):  # numpy.bool_ too
         raise TypeError(f"{method}({value!r}): choose True or False")
     return bool(value)

@@ -45,7 +45,7 @@ class State(enum.Enum):
     __hash__ = object.__hash__  # looked up at each transition; enum's own is slow
 
 
-TRANSITIONS = {  # caused by: what happens
+TRANSITIONS = {  # (state, event): next state. The comments say what causes it, and what happens
     (State.AT_REST, "gather"): State.ON_THE_WAY,  # the first use, or a prefetch: overlaps with the computation
     (State.ON_THE_WAY, "fail"): State.AT_REST,  # the gather could not start, for example for lack of memory
     (State.ON_THE_WAY, "arrive"): State.HERE,  # the first use: subsequent computation sees the weights
@@ -149,7 +149,7 @@ class Unit:
             self._gather(self._coming)
 
     def leave_rest(self) -> None:
-        """Begin a gather, before it takes any memory. Then add its message to `tickets`, or call `lose` if it fails."""
+        """Begin a gather that has no memory yet. The caller then adds its ticket to `tickets`, or calls `lose`."""
         self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
         self.resident = True
 
@@ -284,7 +284,7 @@ class Unit:
             group.shard_after_forward(size)
 
     def forget(self) -> None:
-        """Drop the shards that were kept after forward, so that the next gather starts from the main weights."""
+        """Drop the shards that were kept after forward. The next gather then reads the sharded weights."""
         self.keeps_post_forward = False
         for group in self._coming:
             if group.post_forward is not None:
@@ -384,7 +384,7 @@ class Unit:
 
     @cached_property
     def is_addressed(self) -> bool:
-        """Whether this unit's position in a pass may differ between ranks: its gathers, if any, have tags."""
+        """Whether ranks may use this unit at different points of a pass: its gathers, if any, have tags."""
         gathered = (group for group in self.groups if group.plan.moves)
         return all(transport_of(group.groups[-1], group.device).capabilities.tags for group in gathered)
 

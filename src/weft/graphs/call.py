@@ -176,7 +176,7 @@ class GraphedCall:
 
     def _changed(self, signature: Signature, captured: Captured) -> None:
         """Drop the captures that were made with the old attributes."""
-        # Per signature: one change of an attribute outdates the captures of all signatures.
+        # Counted per signature, because one change of an attribute outdates the captures of all signatures.
         signature.changes += 1
         if signature.changes > MOST_CHANGES:
             self.refuse(f"attributes of its modules change between calls ({captured.python.difference()})")

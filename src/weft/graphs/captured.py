@@ -81,7 +81,7 @@ class Captured:
         queue: Delays | None = None,
     ) -> None:
         self.ready = False
-        """Whether replays are allowed: the ranks have agreed on captures since this one."""
+        """Whether replays are allowed: only after the ranks have agreed on this capture (`GraphTable.agree`)."""
         self._count = count
         self._delays: Any = None if queue is None else queue.fresh()
         spread: list[Any] = [each for each in places.tensors() if isinstance(each, DTensor)]

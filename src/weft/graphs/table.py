@@ -171,7 +171,7 @@ def _is_sharded(parameter: nn.Parameter) -> bool:
 
 
 def _inside(module: nn.Module) -> list[nn.Module]:
-    """Return the modules inside `module` that belong to the same unit."""
+    """Return `module` and the modules inside it that belong to the same unit."""
     found, ahead = [], [module]
     while ahead:
         each = ahead.pop()

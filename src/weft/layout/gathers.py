@@ -64,7 +64,7 @@ class Gathered(Protocol):
 class _Pass:
     """The state of a pass. `kind`: as in `Trace`. `expected`: the units that the trace expects to be used, in order.
     `backwards`: for each of these uses, 1 if it needs backward's copy of the weights, otherwise 0. `wanted_at`: the
-    units to gather ahead at each position of the trace."""
+    units to gather ahead, by the position in the trace and by whether the unit in use was gathered with its bundle."""
 
     kind: str
     expected: tuple[int, ...] = ()
@@ -89,7 +89,8 @@ class GatherOrder:
         self.traces: dict[str, Trace] = {}
         """The last trace of each kind of pass."""
         self.off_plan: dict[str, int] = {}
-        """The number of passes that used a unit out of the order of their trace, by reason. Early ends do not count."""
+        """For each kind of pass, how many passes used other units than their trace, or in another order. Passes that
+        only end early do not count. `Plan.off_plan` describes the keys."""
         self.current = _Pass("forward")
         self._around: _Pass | None = None
         """The pass around the current backward: for example, a forward inside which a gradient is computed."""
@@ -129,7 +130,7 @@ class GatherOrder:
     def end_backward(self) -> None:
         here = self.current
         self._keep_trace("accumulation" if here.waits else here.kind)
-        # Only now, as the trace has the kind. A recomputation before the next pass gathers forward's copies of weights.
+        # Only now, because `_keep_trace` reads the kind. Until the next pass, recomputations gather forward's copies.
         here.kind = "forward"
         self.current, self._around = self._around or here, None
 
@@ -252,7 +253,8 @@ class GatherOrder:
         return bundle.numbers
 
     def _behind(self, in_use: Collection[int], upcoming: Iterable[int]) -> Iterator[int]:
-        """Yield the units to gather ahead while the units `in_use` are used, perhaps several times in a row."""
+        """Yield the units to gather ahead while the units `in_use` are used. `upcoming`: the next units in the trace.
+        Further uses of `in_use` at its beginning are skipped."""
         spent, seen = 0, set()
         following = dropwhile(in_use.__contains__, upcoming)
         depth = SCHEDULED_AHEAD if self.current.kind == "schedule" else 1

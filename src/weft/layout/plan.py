@@ -63,7 +63,7 @@ class UnitFacts:
     - `tied`: the units whose parameters this unit shares.
     - `bundle`: the units in the message that gathers this unit, including this unit. Empty if it is alone.
     - `gradients`: the gradients of each group; None for a group that is not reduced.
-    - `addressed`: whether the position of the unit in a pass may differ between ranks.
+    - `addressed`: whether ranks may use the unit at different points of a pass.
     """
 
     name: str
@@ -129,8 +129,9 @@ class Plan:
     - `peak_bytes`: the most live bytes of "gathered weights" and of "partial gradients".
     - `alive`: the sets of units whose weights are gathered at the same time. Units are given by number.
     - `names`: the names of the units, by number.
-    - `off_plan`: how many passes so far used other units than the previous pass of their kind, or used them in another
-      order, by reason. Passes that only end early do not count.
+    - `off_plan`: for each kind of pass, how many passes so far used other units than the previous pass of this kind, or
+      used them in another order. A key is a text such as "forward: other units, or in another order". Passes that only
+      end early do not count.
     - `addresses`: the byte offset of each unit's weights (its first group's) in the slab of all weights, by unit name.
     """
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 class Event(NamedTuple):
     """One event. `unit`: the unit's number. `detail` is 0, except in these events:
 
-    - `use`: 1 in a backward that has its own copy of the unit's weights.
+    - `use`: 1 in a backward, if forward and backward use different copies of the unit's weights.
     - `keep`: 1 after a backward that does not free the weights.
     - `done`: 1 in a forward, or a recomputation, that a backward follows.
     - `ready`: 1 if reductions also run over the outer axis, if there is one, as in a step's last backward.

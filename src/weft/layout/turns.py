@@ -150,7 +150,8 @@ class ReductionOrder(ABC):
         self._keep_under_way(self.most_alive - 1)  # room for the gradients of the next unit's backward
 
     def complete(self) -> None:
-        """Run the remaining turns at the end of a backward. Units without gradients on this rank send zeros."""
+        """Start the remaining turns at the end of a backward. Units without gradients on this rank send zeros. A turn
+        whose units need not wait for it (`waits_for_turn`) is left out if none of them is ready."""
         while self._turns:
             turn = self._turns[0]
             if self.waits_for_turn(turn[0]) or not self.waiting.isdisjoint(turn):

@@ -50,8 +50,8 @@ class GradientDownload:
         return FlatBuffer(home.layout, home.mesh, home.placements, pool.take(self._strip))
 
     def start(self, reduction: Ticket, lane: Lane, *, accumulate: bool) -> Ticket:
-        """After `reduction`, copy its result to CPU memory: over the main gradients or, with `accumulate`, to a buffer
-        that `finish` adds to them."""
+        """After `reduction`, copy its result to CPU memory: into the main gradients or, with `accumulate`, into a
+        buffer that `finish` adds to them."""
         target, source = self._main_grad.local, self._strip.tensor
         if accumulate:
             if self._more is None:

@@ -85,8 +85,8 @@ class Router(nn.Module):
 
     graph_scopes: ClassVar = {"forward": ("moe_router", None)}
     over_positions: Callable[[Tensor], Tensor] | None = None
-    """Gathers a tensor from the tensor-parallel ranks that route positions of the same sequences, [ranks, ...].
-    Differentiable."""
+    """Gathers a tensor from the tensor-parallel ranks that route positions of the same sequences; [...] ->
+    [ranks, ...]. Differentiable. None if this rank routes all positions."""
     expert_bias: Tensor | None
     added_loss: Tensor
     """The sum of the losses of training forwards since `weft.moe.router_losses` last reset this buffer, fp32."""

@@ -45,7 +45,7 @@ class _Word:
 
     @property
     def both_ways(self) -> tuple[int, int]:
-        """Two numbers for `agree`, which returns the maximum of each: the second maximum is minus the minimum."""
+        """`value` and `-value`, for `agree`. The maximum of `-value` over the ranks is minus the minimum of `value`."""
         return self.value, -self.value
 
     def compare(self, highest: int, lowest: int) -> None:

@@ -15,13 +15,13 @@ from weft.pipeline.transport import BACKWARD, FORWARD, Channel, Transport
 
 
 class Border:
-    """The border between two pipeline stages. At least one of them is on this rank.
+    """The border between two pipeline stages. A rank that has neither of them does not use it.
 
     The values that cross the border are the activations, followed by the scalar losses of layers before the border.
     """
 
     def __init__(self, forward: Channel | None, backward: Channel | None) -> None:
-        """`forward`, `backward`: the channels for values and for gradients. None if both stages are on this rank."""
+        """`forward`, `backward`: the channels for values and for gradients. None if this rank has both stages."""
         self._forward = forward
         self._backward = backward
         self._here: dict[int, list[Value]] = {}

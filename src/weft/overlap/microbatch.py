@@ -38,7 +38,8 @@ class Microbatch:
         return tuple(self.tokens.shape), *sorted(beside)
 
     def said(self) -> str:
-        """Return a text that must be equal on all ranks of a pipeline: the shapes as in `shapes`, and other values."""
+        """Return a text that must be equal on all ranks of a pipeline: shapes as in `shapes`, whether there are labels,
+        and the values of entries that are not tensors."""
         labels = "" if self.labels is not None else " without labels"
         beside = {
             name: list(value.shape) if isinstance(value, Tensor) else value for name, value in self.beside.items()

@@ -69,16 +69,23 @@ def forward_backward(
             a chunk. The layers of prediction depths are numbered after the others.
 
     Raises:
-        TypeError: `model` or one of its layers is not a module, does not follow its protocol, or returns a value that
-            the protocol does not allow; a microbatch is neither a pair of tensors nor a dict with tensors as "tokens"
-            and "labels"; `schedule` is neither a name nor a table; or a factor of `loss_scale` is not a number.
-        ValueError: there are no microbatches, or a microbatch has an entry that no part of the model takes; layers are
-            inside an activation checkpoint; layers are sharded, but the model around them is not; a module has hooks or
-            is compiled, but a schedule does not call its `forward`; `overlap` without a `schedule`, if the model
-            is on one pipeline rank and has no exchange to hide; `early_release` or `halves` without `overlap`; `halves`
-            without layers that exchange tokens with `moe_rows_per="rank"`, or with a table in which all microbatches
-            run in pairs; `loss_scale` has factors that are not finite, or more or fewer factors than microbatches;
-            the table does not fit the model or the microbatches, or cannot run (`TableError`).
+        TypeError:
+            - `model` or one of its layers is not a module, does not follow its protocol, or returns a value that the
+              protocol does not allow.
+            - A microbatch is neither a pair of tensors nor a dict with tensors as "tokens" and "labels".
+            - `schedule` is neither a name nor a table.
+            - A factor of `loss_scale` is not a number.
+        ValueError:
+            - There are no microbatches, or a microbatch has an entry that no part of the model takes.
+            - Layers are inside an activation checkpoint.
+            - Layers are sharded, but the model around them is not.
+            - A module has hooks or is compiled, but a schedule does not call its `forward`.
+            - `overlap` without a `schedule`, for a model on one pipeline rank that has no exchange to hide.
+            - `early_release` or `halves` without `overlap`.
+            - `halves` without layers that exchange tokens with `moe_rows_per="rank"`, or with a table in which all
+              microbatches run in pairs.
+            - `loss_scale` has factors that are not finite, or more or fewer factors than microbatches.
+            - The table does not fit the model or the microbatches, or cannot run (`TableError`).
         RuntimeError: gradients are disabled (`torch.no_grad` or `torch.inference_mode`).
         UndeclaredTensor: a layer passes a differentiable tensor between stages outside its `Crossing`. Only the first
             microbatches of a model are checked.

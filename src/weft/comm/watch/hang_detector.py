@@ -176,7 +176,8 @@ class HangDetector:
                 self._token += 1
 
     def explain(self, error: RuntimeError, call: Call) -> None:
-        """Raise CollectiveMismatch if a rank has published why the wait for `call` failed; else annotate `error`."""
+        """Raise CollectiveMismatch if a rank has published why the wait for `call` failed; else add a note to
+        `error`."""
         deadline = time.monotonic() + EXPLAINED_S
         while not self.verdict:
             self.verdict = self._read("verdict") or self._of_who_left(call)
@@ -377,7 +378,8 @@ def watched(call: Call | None) -> AbstractContextManager:
 
 
 def explain(error: RuntimeError, call: Call | None) -> None:
-    """Call `HangDetector.explain`, if a detector runs, for an `error` raised when the transfers of `call` started."""
+    """If a detector runs, let it explain `error`, which was raised when the transfers of `call` were started (see
+    `HangDetector.explain`)."""
     watch = hang_detector()
     if call is not None and watch is not None:
         watch.explain(error, call)

@@ -45,13 +45,13 @@ class Where(enum.Enum):
     __hash__ = object.__hash__  # used at each transition; Enum's is slow
 
 
-TRANSITIONS = {  # caused by: what happens
+TRANSITIONS = {  # (state, event): next state. The comments say what causes it, and what happens
     (Where.NOWHERE, "pack"): Where.PACKED,  # the end of a backward: autograd's gradients are copied into a buffer
     (Where.PACKED, "pack"): Where.PACKED,  # a further microbatch: autograd's gradients are added
     (Where.SUMMED, "pack"): Where.PACKED,  # a further microbatch
     (Where.REDUCED, "pack"): Where.PACKED,  # a unit that is reduced twice in one backward
     (Where.PACKED, "reduce"): Where.ON_THE_WAY,  # its turn: the reductions start; `main` belongs to the engine
-    (Where.ON_THE_WAY, "arrive"): Where.REDUCED,  # a need for room, or the pass ends: transient memory is freed
+    (Where.ON_THE_WAY, "arrive"): Where.REDUCED,  # others need room, or the pass ends: transient memory is freed
     (Where.ON_THE_WAY, "wait"): Where.SUMMED,  # the same, if the outer axis waits for the last microbatch
     (Where.REDUCED, "publish"): Where.NOWHERE,  # the end of a backward: `main` becomes `.grad`; the user owns it
 }
@@ -74,7 +74,7 @@ class GroupGradients:
         self._parameters = parameters
         self._stages = [GradientStage(plan, axis) for axis in reversed(range(plan.mesh.ndim))]
         """The stages of reduction, one for each mesh axis, the shard axis first."""
-        self._finishes = False  # whether the reductions in flight run all stages, as a step's last ones do
+        self._finishes = False  # whether the reductions in flight run over all mesh axes; on a 1-D mesh they always do
         self.declared = [each for each in parameters if hasattr(each.full, "grad_added_to_main_grad")]
         """The parameters whose modules have declared that they add to `main_grad`."""
 
@@ -99,7 +99,8 @@ class GroupGradients:
         return self._stages[0].buffer is not None
 
     def accumulates(self, finishing: bool = True) -> bool:
-        """Return whether gradients wait for a reduction. `finishing=False`: ask only about the shard axis."""
+        """Return whether gradients wait for a reduction. `finishing=False`: leave out those that wait only for the
+        reduction over the outer axis."""
         return self.where is Where.PACKED or (finishing and self.where is Where.SUMMED)
 
     # --- gradients that modules write ---------------------------------------------------------------------------------
@@ -191,9 +192,9 @@ class GroupGradients:
 
     def reduce(self, channels: Channels, scale: float, *, channel: int, finishes: bool) -> Ticket:
         """Start to reduce the packed gradients, over one mesh axis after another, into the main gradients. `scale`: the
-        factor of the sum. `channel`: the channel number of the messages. `finishes=False`: on a 2-D mesh, reduce only
-        over the shard axis, because more microbatches follow. Returns the ticket of the last reduction or, with
-        CPU offload, of the download that follows."""
+        factor of the sum. `channel`: the channel number of the messages (`weft.comm.groups`). `finishes=False`: on a
+        2-D mesh, reduce only over the shard axis, because more microbatches follow. Returns the ticket of the last
+        reduction or, with CPU offload, of the download that follows."""
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = finishes or len(self._stages) == 1
         ticket: Ticket | None = None

@@ -1,9 +1,9 @@
 """The main gradients of one parameter group: the reduced gradients, which are `.grad` of its sharded parameters.
 
 After `publish`, main gradients belong to the user. A further backward adds its gradients to them, as torch adds to a
-`.grad` that is set. During reductions they belong to the engine, and the published `.grad` is None. If other code has
-set another `.grad`, or sets one during that time, for example to the gradient of a penalty, `publish` adds it. After
-`.grad` was cleared, the published memory is reused only if no other code refers to it.
+`.grad` that is set. During reductions they belong to the engine, and the published `.grad` is None. If other code sets
+another `.grad` before or during the reductions, for example the gradient of a penalty, `publish` adds it. After `.grad`
+was cleared, the published memory is reused only if no other code refers to it.
 """
 
 import sys

@@ -1,15 +1,19 @@
 """The ranks of one model agree on the groups to reduce, the parameters with gradients, and the order of the units.
 
-    when                 a rank sends                                    result on all ranks
-    -------------------  ----------------------------------------------  -----------------------------------------------
-    before the first     its units, and the groups that it trains        a group is reduced if any rank trains it
-      pass
-    at the end of a      checksums of its collectives and of the order   if collectives differ, CollectiveMismatch; a
-      backward that      in which its units were ready to reduce;        parameter has a gradient if it has one on any
-      reduces            parameters with gradients, units that wait      rank; units that wait on any rank are reduced;
-                         for their turn to reduce, groups that it        later backwards reduce in this order if it was
-                         trains now, failed graph captures, units that   the same on all ranks; units that any rank has
-                         a pass has resharded                            resharded are resharded
+    before the first pass, a rank sends                 result on all ranks
+    --------------------------------------------------  --------------------------------------------------------------
+    a checksum of its units                             if they differ: CollectiveMismatch
+    the groups that it trains                           a group is reduced if any rank trains it
+
+    at the end of a backward that reduces               result on all ranks
+    --------------------------------------------------  --------------------------------------------------------------
+    a checksum of its collectives                       if they differ: CollectiveMismatch
+    a checksum of the order in which units were ready   if it is the same: later backwards reduce in this order
+    the parameters with gradients                       a parameter has a gradient if it has one on any rank
+    the units that wait for their turn to reduce        they are reduced
+    the groups that it trains now                       a group is reduced if any rank trains it
+    the parts whose graph capture has failed            they are not captured
+    the units that a pass has resharded                 they are resharded
 
 With `check_collectives=False` the ranks skip these exchanges. Each rank then assumes that every parameter that requires
 gradients has one.
@@ -89,7 +93,8 @@ class Consensus:
         return late
 
     def exchange(self, graphs: CaptureTable | None) -> None:
-        """End a backward: exchange state. Start reductions that are due on some rank and have not started here."""
+        """At the end of a backward, exchange state with the other ranks. Then start the reductions that are due on any
+        rank and have not started on this one."""
         reductions, units, groups = self._reductions, self._units, self._groups
         reductions.complete()
         if not self._agreement.checks:

@@ -32,7 +32,7 @@ from weft.quantize.payload_only import PayloadOnly
 
 class Freshness:
     """During a pass, updates the model weights (the copies that gathers read) from the main weights. `ahead`: the units
-    that this pass has not brought up to date yet, whether outdated or not, in the same order on all ranks."""
+    that this pass has still to check and, if they are outdated, to update; in the same order on all ranks."""
 
     def __init__(self, channels: Channels, agreement: Agreement) -> None:
         self._channels = channels
@@ -42,8 +42,8 @@ class Freshness:
         self._made: list[Unit] = []
 
     def begin_pass(self, units: Sequence[Unit], inside: Sequence[Unit], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Begin a pass. Agree over process `groups` whether any of `units` need updates. `inside`: the units that the
-        pass may run; they are added to `ahead`."""
+        """Begin a pass. Agree over the process groups `groups` whether any of `units` need updates. `inside`: the units
+        that the pass may run; they are added to `ahead`."""
         following = [group for unit in units for group in unit.groups if group.refreshes]
         if not following:
             return
@@ -109,7 +109,8 @@ class Freshness:
 
 
 def _word_of(group: ParameterGroup) -> int:
-    """Return this rank's message about weights that are kept only as a payload: 0, WRITTEN or NEEDED."""
+    """Return this rank's message about weights that are kept only as a payload: 0, or WRITTEN or NEEDED of
+    `PayloadOnly`."""
     resting = group.payload_only
     assert resting is not None
     rewritten = group.main_changed and not group.is_outdated  # if outdated, a failed pass is the cause, not a write
@@ -120,8 +121,8 @@ def _word_of(group: ParameterGroup) -> int:
 
 def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:
     """All-reduce the largest magnitude of each matrix that is quantized with one scale, over the ranks that have parts
-    of it, in one message per process group. Collective if any of `groups` has such matrices. Call it after weights have
-    changed, before they are quantized."""
+    of the matrix. Each process group sends one message. Collective if any of `groups` has such matrices. Call it after
+    weights have changed, before they are quantized."""
     found: list[tuple[torch.Tensor, dist.ProcessGroup]] = []
     with torch.no_grad():
         for group in groups:

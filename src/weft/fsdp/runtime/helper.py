@@ -39,7 +39,8 @@ class Steps:
         self._groups = groups
         self._key = f"weft/steps/{channel}"
         self._ended = self._here = self._said = 0
-        """The number of announced steps, of announced steps that a pass has followed, and of published steps."""
+        """`_ended`: the number of announced steps. `_here`: the value of `_ended` when the latest pass began. `_said`:
+        the number of steps that this rank publishes."""
         self._versions: list[int] = []  # of the main weights when the latest step was announced
         self._counts = True  # whether this rank still counts steps
 
@@ -57,7 +58,8 @@ class Steps:
         watch.note(self._key, self._said)
 
     def reached(self, issued: Mapping[str, int]) -> bool:
-        """Return whether this rank's main weights have had all optimizer steps that other ranks publish in `issued`."""
+        """Return whether this rank's main weights have had all optimizer steps that other ranks publish in `issued`.
+        Always True after `forget`."""
         here = self._here
         if here < self._ended and self._now() != self._versions:
             here = self._ended
@@ -130,10 +132,10 @@ class GatherHelper:
         return self._steps.reached(issued) and self.serve(unit, part)
 
     def serve(self, unit: Unit | None, part: Part | None) -> bool:
-        """Join communication of other ranks' passes that this rank skips. Update the model weights of `unit` (the
-        input of its gathers) if they are out of date, which may need a gather, and call `part`, which joins a gather.
-        Either may be None. Return whether there was anything to do. The hang detector calls this while this rank
-        waits."""
+        """Join communication of other ranks' passes that this rank skips. If the model weights of `unit` (the input of
+        its gathers) are out of date, update them, which may need a gather. Then call `part`, which joins a gather.
+        Either argument may be None. Return whether there was anything to do. The hang detector calls this while this
+        rank waits."""
         was_due = False
         if unit is not None:
             if self._watched_by is not None:

@@ -116,7 +116,7 @@ _LOOKS = 16  # after this many backwards, weft stops looking for a root: a model
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
     """Raise RuntimeError if a module around a root has a parameter that is in no unit and that a backward of `outputs`
     reaches. `roots`: the roots that no backward has reached yet. Return those that this backward does not reach either,
-    for the call at the next backward, without those that `_LOOKS` backwards have not reached."""
+    to be passed at the next backward. A root that `_LOOKS` backwards have not reached is left out."""
     leaves = set(_leaves(outputs))
     reached = {id(record.unit.channels) for leaf in leaves if (record := record_of(leaf)) is not None}
     if suspects := set(filter(_is_suspect, leaves)):
@@ -146,7 +146,8 @@ def _refuse(suspects: set[Any], roots: Iterable[Any], parents: dict[nn.Module, l
 
 
 def _warn(suspects: set[Any], reached: Sequence[Any], parents: dict[nn.Module, list[nn.Module]]) -> None:
-    """Warn about parameters outside of the models of `reached` roots if their gradients would not be reduced."""
+    """Warn about suspects whose gradients would not be reduced. `reached`: the roots that the backward reaches; without
+    any, warn about nothing. Only rank 0 warns."""
     if not reached or dist.get_world_size() == 1 or dist.get_rank() > 0:
         return
     apart = sorted(

@@ -2,8 +2,8 @@
 
 A callback of autograd ends the backward of each model, in the same order on all ranks. If the backward fails, autograd
 drops the callback without calling it. Event counters show whether the backward may include several models. If so, and
-if the device has no streams, the limit on live gradient buffers is not enforced (`ReductionOrder.waits_for_room`). A
-host that waits for room in one model could deadlock with a rank that waits in another model.
+if the device has no streams, the limit on live gradient buffers is not enforced (`ReductionOrder.waits_for_room`).
+Otherwise, a rank that waits for room in one model could deadlock with a rank that waits in another model.
 """
 
 import itertools

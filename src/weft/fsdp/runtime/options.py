@@ -13,8 +13,8 @@ BUCKET_BYTES: int | None = None  # the default of `RuntimeOptions.bucket_bytes`
 
 class CaptureTable(Protocol):
     """The captured graphs of one model's parts. `failed`: per part, whether a capture failed on this rank since the
-    last `agree`. `agree`: gets, per part, whether a capture failed on any rank, or with `check_collectives=False` on
-    this rank; parts without a failure may replay."""
+    last `agree`. `agree`: allows replays of the parts without a failure. Its argument states, per part, whether a
+    capture failed on any rank or, with `check_collectives=False`, on this rank."""
 
     @property
     def failed(self) -> list[bool]: ...

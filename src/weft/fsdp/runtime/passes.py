@@ -21,7 +21,7 @@ class Pass(enum.Enum):
     __hash__ = object.__hash__  # used at each transition; Enum's is slow
 
 
-TRANSITIONS = {  # caused by
+TRANSITIONS = {  # (state, event): next state. The comments say what causes it
     (Pass.IDLE, "begin forward"): Pass.FORWARD,  # the outermost forward with gradients
     (Pass.IDLE, "begin evaluation"): Pass.EVALUATION,  # the outermost forward without gradients
     (Pass.IDLE, "begin schedule"): Pass.SCHEDULE,  # `weft.overlap.forward_backward`

@@ -68,7 +68,7 @@ class Reductions(ReductionOrder):
         return not any(group.placements.reduces_each_microbatch for group in unit.groups)
 
     def _finishes(self, unit: Unit) -> bool:
-        """Return whether reductions of `unit` that start now run all stages."""
+        """Return whether reductions of `unit` that start now also run over the outer axis, if there is one."""
         return unit.requires_all_reduce and self.is_last
 
     def begin(self) -> None:
@@ -99,7 +99,8 @@ class Reductions(ReductionOrder):
             self._note(unit, unit.trainable_groups)
 
     def _note(self, unit: Unit, groups: Sequence[ParameterGroup]) -> None:
-        """Log reductions whose order may differ between ranks. Messages without tags are logged when they start."""
+        """Log reductions whose order may differ between ranks. If messages have tags, they are logged when the
+        gradients are ready, otherwise when the reductions start."""
         for group in groups:
             self.agreement.note(unit.number, "reduction", group.gradients.sent)
 

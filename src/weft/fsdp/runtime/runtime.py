@@ -53,7 +53,7 @@ class Runtime(Shared):
         self._keeps_gradients = False  # whether the failed pass left the gradients of earlier backwards unchanged
         self._filled = False  # whether all parameters and buffers that were on the meta device are known to have values
         self._is_new = not self._consensus.is_alone
-        """Whether the first backward must still look for parameters outside of the root."""
+        """Whether the next forward adds the root to `first_backwards`. Only the first one does; on one rank, none."""
         self.post_optimizer_event: Any = None
         """An event of an optimizer on another stream, which the next pass waits for before it reads the weights."""
         equalize_slices(self.groups)
@@ -84,7 +84,8 @@ class Runtime(Shared):
             self.gathers.begin(kind.value)
 
     def _enter(self) -> None:
-        """Prepare for a call from outside of passes."""
+        """Prepare for a pass or for the user's `unshard()`: check the process groups, recover from a failed pass, check
+        that all parameters have values, and wait for `post_optimizer_event`."""
         check_alive(self.process_groups)
         self.recover()
         if not self._filled:

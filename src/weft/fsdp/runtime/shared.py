@@ -1,8 +1,8 @@
 """The objects that the units of a model share, and operations on all units.
 
 Drivers call `gathers` and `reductions`, which decide the order of gathers and reductions. `channels` has the lanes and
-pools. `planner` plans memory. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only other ranks
-need (`_helper`), and update model weights after the main weights have changed (`_freshness`).
+pools. `planner` plans memory. Ranks agree on their actions (`_consensus`), join gathers that only other ranks need
+(`_helper`, `_steps`), and update model weights after the main weights have changed (`_freshness`).
 
 A unit whose module was replaced stays in the list. Ranks may free the module at different times, but all ranks must
 send the same messages.
@@ -112,13 +112,14 @@ class Shared:
         """Agree on the maxima of weights that were written. Log the gather, because ranks may differ: a rank starts it
         only if that rank has written to the weights."""
         written = [group for group in unit.groups if group.payload.made_from(group.version) != group.version]
-        agree_on_maxima(written)  # others keep quantized values
+        agree_on_maxima(written)  # the others are not quantized again
         if self.passes.current is not Pass.EVALUATION:
             self._agreement.note(unit.number, "renewed all-gather", unit.gathered_bytes)
 
     @property
     def steady_passes(self) -> int:
-        """The number of backwards, evaluations and schedules since the memory plan changed; 0 after a deviation."""
+        """The number of backwards, evaluations and schedules since the memory plan changed; 0 if the current pass has
+        deviated from its trace."""
         return self.channels.weights.steady if self.gathers.current.on_plan else 0
 
     # --- all units --------------------------------------------------------------------------------------------------
@@ -140,7 +141,8 @@ class Shared:
                 unit.sync_versions()
 
     def _end_units(self) -> None:
-        """At the end of a backward, note whose gradients wait for another one, and end what was kept until this one."""
+        """At the end of a backward, note which gradients wait for another backward. End the holds and drop the
+        post-forward shards that were kept for this backward."""
         for unit in self.units:
             defers = self.reductions.defers(unit)
             for group in unit.groups:
@@ -180,7 +182,7 @@ class Shared:
             group.gradients.drop()
 
     def _abandon_forwards(self) -> None:
-        """Abandon the forwards of units with several modules if only some of the modules have run."""
+        """Abandon unfinished forwards: those of units with several modules, of which only some have run."""
         for driver in alive(self._drivers):
             driver.abandon()
 
