@@ -75,7 +75,7 @@ def test_a_mesh_of_another_type_is_refused():
 @distributed(2)
 def test_unknown_strategies_and_placements_are_refused():
     block = nets.Block(4, 4)
-    for strategy in ("zero3", "full_shard", "", None):
+    for strategy in ("zero3", "full_shard", "", None, ["optim"]):
         with refused(ValueError, f"strategy={strategy!r}", "'no_shard'", "'optim_grads_params'", "Placements"):
             weft.fully_shard(block, strategy=strategy)
     with refused(ValueError, "S(0), P(sum), R", "choose one of", "optim_grads_params"):

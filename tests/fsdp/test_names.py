@@ -97,6 +97,8 @@ def test_what_is_refused_says_why():
         weft.DataParallelMeshDims()
     with pytest.raises(ValueError, match="name at least one axis"):
         weft.DataParallelMeshDims(shard=())
+    with pytest.raises(ValueError, match="and none twice"):
+        weft.DataParallelMeshDims(shard="dp", replicate="dp")
 
 
 @distributed(2)

@@ -86,7 +86,7 @@ def placements_of(strategy: "str | Placements", outer_strategy: str, axes: int) 
                 f"{strategy} is for {strategy.axes} mesh axes, but the mesh has {axes}: pass one placement per axis"
             )
         return strategy
-    if strategy not in _ROWS:
+    if not isinstance(strategy, str) or strategy not in _ROWS:
         raise ValueError(f"strategy={strategy!r}: choose one of {', '.join(map(repr, _ROWS))} or weft.Placements(...)")
     if outer_strategy not in _OUTER_ROWS:
         raise ValueError(f"outer_strategy={outer_strategy!r}: choose one of {', '.join(map(repr, _OUTER_ROWS))}")

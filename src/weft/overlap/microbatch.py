@@ -61,14 +61,12 @@ def checked_microbatches(microbatches: Any, *, labels: bool = True) -> list[Micr
     microbatches.
     """
     if isinstance(microbatches, Tensor):
-        raise TypeError(
-            "forward_backward got one tensor as microbatches: pass a sequence of pairs, such as [(tokens, labels), ...]"
-        )
+        raise TypeError("got one tensor as microbatches: pass a sequence of pairs, such as [(tokens, labels), ...]")
     found = list(microbatches) if not isinstance(microbatches, Mapping) else None
     if found is None:
-        raise TypeError("forward_backward got one dict as microbatches: pass a sequence of them, such as [microbatch]")
+        raise TypeError("got one dict as microbatches: pass a sequence of them, such as [microbatch]")
     if not found:
-        raise ValueError("forward_backward got no microbatches: pass at least one pair of tokens and labels")
+        raise ValueError("got no microbatches: pass at least one, such as (tokens, labels)")
     return [_checked(number, each, labels) for number, each in enumerate(found)]
 
 

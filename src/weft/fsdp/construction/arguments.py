@@ -38,15 +38,16 @@ class DataParallelMeshDims:
     """The names of the mesh axes to shard over and to replicate over. Several names, in a tuple, act as one axis. An
     empty tuple is the same as None.
 
-    Raises ValueError if neither is given.
+    Raises ValueError if neither is given, or if an axis is named twice.
     """
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not _names(self):
-            raise ValueError("DataParallelMeshDims(): name at least one axis, as shard or as replicate")
+        axes = _axes_of(self)
+        if not axes or len({*axes}) < len(axes):
+            raise ValueError(f"{self}: name at least one axis, as shard or as replicate, and none twice")
 
 
 class Request:
