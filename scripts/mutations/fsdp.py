@@ -563,4 +563,11 @@ MUTATIONS = [
         "any(map(_is_stale, self._coming[:1]))",
         "fsdp/seams/test_freshness.py::test_a_write_in_a_forward_renews_whichever_group_of_a_unit_it_was_to[2]",
     ),
+    Mutation(
+        "gradients that replace all others are written into memory that the user views",
+        "MainGradients.take_over",
+        "renewed=not mine",
+        "renewed=False",
+        SEAMS + "test_gradient_owner.py::test_views_of_a_held_gradient_do_not_change_when_other_gradients_are_given[2]",
+    ),
 ]

@@ -425,4 +425,12 @@ MUTATIONS = [
         "True",
         SEAMS + "test_two_roots.py::test_a_backward_may_reach_another_model_while_that_has_a_forward_without_backward",
     ),
+    Mutation(
+        "ranks compare only the sizes of their groups",
+        "Consensus.ask",
+        "f'{each.name} {list(each.sharded.shape)} of {name}'",
+        "name",
+        "fsdp/test_agreement.py::"
+        "test_ranks_whose_groups_have_other_parameters_of_the_same_sizes_raise_before_the_first_pass[2]",
+    ),
 ]

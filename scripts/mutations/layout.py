@@ -130,4 +130,11 @@ MUTATIONS = [
         "here.kind",
         "fsdp/test_plan.py::test_a_backward_that_reduces_nothing_has_a_place_of_its_own_in_the_plan[2]",
     ),
+    Mutation(
+        "a recomputation keeps its weights for good in the plan",
+        "Walk._play",
+        "'for good' if event.detail else 'until backward'",
+        "'for good'",
+        "fsdp/test_plan.py::test_the_slab_is_as_large_as_what_a_step_takes_however_layers_are_called[2]",
+    ),
 ]

@@ -103,4 +103,12 @@ MUTATIONS = [
         "False",
         "quantize/test_products.py::test_the_last_block_of_a_sum_over_rows_may_be_shorter",
     ),
+    Mutation(
+        "weights that were written are quantized with the maxima from before",
+        "Narrow.made_from",
+        "version if self.maxima_version is None else self.maxima_version",
+        "version",
+        "fsdp/seams/test_freshness.py::"
+        "test_weights_that_a_forward_writes_before_their_update_are_quantized_with_their_own_maximum[2-tensorwise()]",
+    ),
 ]
