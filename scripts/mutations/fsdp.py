@@ -485,10 +485,25 @@ MUTATIONS = [
     ),
     Mutation(
         "a first schedule takes staging memory outside of its plan",
-        "ParameterGroup.transients",
-        "self.transient, self.payload.staging",
-        "self.transient,",
+        "Planner._memory_of",
+        "[group.payload.staging for group in staging]",
+        "[]",
         "overlap/test_plan.py::test_the_first_schedule_of_quantized_weights_takes_all_its_memory_from_the_plan[2]",
+    ),
+    Mutation(
+        "the slab of gradients keeps the size of a first backward in which all of them wait",
+        "Pool.end_step",
+        "0 < PATIENCE * peak < self.slab_bytes",
+        "False",
+        "fsdp/test_plan.py::"
+        "test_a_first_backward_whose_gradients_all_wait_for_their_turn_does_not_keep_their_memory[2]",
+    ),
+    Mutation(
+        "a plan gathers units ahead where the user has named none",
+        "Walk._play",
+        "named[1:] if named else None",
+        "named[1:] or None",
+        "fsdp/test_plan.py::test_the_plan_lists_what_a_rank_sends_in_this_order_and_its_slab_has_room_for_no_more[2]",
     ),
     Mutation(
         "a method leaves a kept shard without an owner",

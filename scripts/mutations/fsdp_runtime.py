@@ -186,8 +186,8 @@ MUTATIONS = [
     ),
     Mutation(
         "resident weights are updated without overlap",
-        "Freshness.update_to",
-        "self.ahead and self._made and self._made[-1] is unit",
+        "RefreshOrder.update_to",
+        "self.ahead and self.made and self.made[-1] is unit",
         "False",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim]",
     ),
@@ -266,7 +266,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank sends stale quantized weights of a unit that its pass does not use",
-        "Freshness.update_to",
+        "RefreshOrder.update_to",
         "self.is_due(unit)",
         "False",
         "fsdp/test_mixed_bundles.py::test_a_rank_whose_pass_is_one_without_some_quantized_units_sends_those_of_after_its_last_step[2-0]",

@@ -1,6 +1,8 @@
 """The plan of a step says to the byte what the step takes, for whatever the model is sharded with."""
 
+from functools import partial
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.comm.collectives import all_gather, all_reduce, reduce_scatter
 from weft.comm.groups import exchange_objects
-from weft.fsdp import plan_of
+from weft.comm.lanes import Lane
+from weft.fsdp import plan_of, weight_gradient
 
 BF16 = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 NARROW = weft.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float16)
@@ -85,10 +89,10 @@ def test_the_peaks_of_the_plan_are_those_that_memory_reports_over_two_axes(name,
 class Stack(nn.Module):
     """Layers that are called in some way."""
 
-    def __init__(self, call):
+    def __init__(self, call, layers=None):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(*(weft.fully_shard(nn.Linear(40, 40)) for _ in range(8)))
+        self.layers = nn.Sequential(*(layers or (weft.fully_shard(nn.Linear(40, 40)) for _ in range(8))))
         self.call = call
 
     def forward(self, x):
@@ -131,6 +135,169 @@ def test_the_slab_is_as_large_as_what_a_step_takes_however_layers_are_called():
         assert peaks(net)["gathered weights"] == here, how
         assert plan_of(net).peak_bytes == peaks(net), how
         assert channels.weights.slab_bytes == (0 if how == "one stays" else here), how
+
+
+class Sent:
+    """The collectives that a model starts, in order: the operation, the units and the bytes."""
+
+    def __init__(self, net):
+        units = net._weft_driver.runtime.units
+        self.unit_of = {each: unit.number for unit in units for group in unit.groups for each in group.channels}
+        self.collectives, self.latest, self.run = [], None, Lane.run
+
+    def __call__(self, lane, collective, *args, channel=0, **kwargs):
+        if collective is all_gather:
+            this, nbytes = ("all-gather", (self.unit_of[channel],)), args[0].nbytes
+            more = bool(self.collectives) and self.collectives[-1][:2] == this and self.latest != (channel, nbytes)
+            self.latest = channel, nbytes
+            # The plan has one entry for the messages of several groups, or over several axes.
+            self.collectives.append((*this, nbytes + (self.collectives.pop()[2] if more else 0)))
+        elif collective in (reduce_scatter, all_reduce) and lane.name == "reduce":  # not the second axis
+            self.collectives.append(("reduce-scatter", (self.unit_of[channel],), args[1].nbytes))
+        return self.run(lane, collective, *args, channel=channel, **kwargs)
+
+
+def some_wait(net, x):
+    net.layers[1].set_requires_gradient_sync(False)
+    net(x).sum().backward()
+    net.layers[1].set_requires_gradient_sync(True)
+    net(x).sum().backward()
+
+
+def some_sums_wait(net, x):
+    net.set_is_last_backward(False)
+    net.layers[1].set_requires_gradient_sync(False)
+    net(x).sum().backward()
+    net.set_is_last_backward(True)
+    net.layers[1].set_requires_gradient_sync(True)
+    net(x).sum().backward()
+
+
+def evaluated(net, x):
+    net(x).sum().backward()
+    net.step()
+    with torch.no_grad():
+        net(x)
+
+
+def in_order(*order):
+    return lambda layers, x: nn.Sequential(*(layers[number] for number in order))(x)
+
+
+class Writes(nn.Module):
+    """A unit in a unit whose backward writes the gradient of its weight directly."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = weft.fully_shard(nn.Linear(40, 40))
+        self.weight = nn.Parameter(torch.eye(40))
+
+    def forward(self, x):
+        return _Written.apply(self.inner(x), self.weight)
+
+
+class _Written(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        buffer, adds = weight_gradient(ctx.weight)
+        buffer.copy_(torch.ones_like(buffer) + (buffer if adds else 0))
+        return gradient @ ctx.weight.T, None
+
+
+OFFLOADED = {"mp_policy": BF16, "offload_policy": weft.CPUOffloadPolicy(pin_memory=False)}
+QUANTIZED = {
+    "mp_policy": weft.MixedPrecisionPolicy(param_quantization=weft.quantize.mx(8)),
+    "reshard_after_forward": False,
+}
+LINEAR, BIASLESS = partial(nn.Linear, 40, 40), partial(nn.Linear, 40, 40, bias=False)
+WAYS = {
+    "updates in another order, one unit unused": (LINEAR, {"strategy": "optim"}, in_order(2, 0, 3), None),
+    "updates with an upload and a cast": (LINEAR, {"strategy": "optim_grads", **OFFLOADED}, None, None),
+    "updates after a step, by an evaluation": (LINEAR, {"strategy": "optim_grads"}, None, evaluated),
+    "some gradients wait for another backward": (LINEAR, {}, None, some_wait),
+    "weights that stay are renewed": (LINEAR, {}, None, None),
+    "nothing is gathered ahead": (LINEAR, {}, None, None),
+    "quantized weights stay and only two are on their way": (BIASLESS, QUANTIZED, None, None),
+    "gradients that a module writes, twice": (Writes, {}, in_order(0, 1, 0), None),
+}
+
+
+def compare(how, make, options, call=None, step=None):
+    """Compare plan and engine in the fourth step: the peaks, the collectives and the slab of weights."""
+    x = torch.ones(2, 40, requires_grad=True)
+    layers = [weft.fully_shard(make(), **options) for _ in range(4)]
+    net = Stack(call or nn.Sequential.__call__, layers)
+    weft.fully_shard(net, **{"runtime": weft.RuntimeOptions(bucket_bytes=0), **options, "reshard_after_forward": None})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.step = optimizer.step
+    if how == "weights that stay are renewed":
+        layers[1].set_reshard_after_backward(False)
+    for layer in layers if how == "nothing is gathered ahead" else ():
+        layer.set_modules_to_forward_prefetch([])
+        layer.set_modules_to_backward_prefetch([])
+    for number in range(4):
+        if number == 3:
+            channels, sent = net._weft_driver.runtime.channels, Sent(net)
+            channels.weights.peak, channels.gradients.peak = channels.weights.live, channels.gradients.live
+        with mock.patch.object(Lane, "run", autospec=True, side_effect=sent if number == 3 else Lane.run):
+            (step or (lambda net, x: net(x).sum().backward()))(net, x)
+        if step is not evaluated:
+            net.step()
+        optimizer.zero_grad()
+    plan = plan_of(net)
+    assert plan.peak_bytes == peaks(net), how
+    assert [tuple(each) for each in plan.collectives] == sent.collectives, how
+    if how != "weights that stay are renewed":
+        assert channels.weights.slab_bytes <= 1.1 * plan.peak_bytes["gathered weights"], how
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_the_plan_lists_what_a_rank_sends_in_this_order_and_its_slab_has_room_for_no_more():
+    for how, (make, options, call, step) in WAYS.items():
+        compare(how, make, options, call, step)
+
+
+@pytest.mark.slow
+@distributed(4)
+def test_the_plan_lists_what_a_rank_sends_to_three_others():
+    compare("a shard of quantized weights stays", LINEAR, {**QUANTIZED, "reshard_after_forward": 2})
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    compare("updates over two axes", BIASLESS, {"mesh": mesh, "strategy": "optim_grads", "outer_strategy": "optim"})
+    compare("sums over one axis wait for another backward", LINEAR, {"mesh": mesh}, step=some_sums_wait)
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_a_first_backward_whose_gradients_all_wait_for_their_turn_does_not_keep_their_memory():
+    def both(net, x):
+        first = net(x)
+        (first + net(x)).sum().backward()
+
+    ways = {"the last unit is unused": (in_order(*range(7)), None), "two forwards": (nn.Sequential.__call__, both)}
+    for how, (call, step) in ways.items():
+        net = weft.fully_shard(Stack(call), runtime=weft.RuntimeOptions(bucket_bytes=0))
+        for _ in range(4):
+            (step or (lambda net, x: net(x).sum().backward()))(net, torch.ones(2, 40))
+        gradients = weft.memory_report(net)["transient"]["partial gradients"]
+        assert gradients["slab"] <= 1.1 * plan_of(net).peak_bytes["partial gradients"] < gradients["peak"] / 2, how
+        assert gradients["plans"] == 2 and gradients["fallbacks"] == 0, how
+
+
+@distributed(2)
+def test_an_evaluation_before_the_first_step_plans_no_memory_for_a_recomputation_of_all_layers():
+    net = Stack(recomputed(reentrant=False, together=8))
+    weft.fully_shard(net, runtime=weft.RuntimeOptions(bucket_bytes=0))
+    with torch.no_grad():
+        net(torch.ones(2, 40))
+    for _ in range(3):
+        net(torch.ones(2, 40)).sum().backward()
+    assert weft.memory_report(net)["transient"]["gathered weights"]["fallbacks"] == 0
 
 
 @distributed(2)

@@ -137,11 +137,6 @@ class ParameterGroup:
         transient = self.plan.transient(numel, self.recipe.gathered, "the gathered weights", filled=True)
         return FlatBuffer(self.layout, self.mesh, self.plan.whole, transient.tensor), transient
 
-    @property
-    def transients(self) -> list[Transient]:
-        """The memory that a gather needs."""
-        return [each for each in (self.transient, self.payload.staging) if each is not None]
-
     def belong_to(self, unit: Any) -> None:
         """Set the unit that has this group. The reference is weak, to avoid a reference cycle."""
         self.plan.unit = ref = weakref.ref(unit)
@@ -319,15 +314,22 @@ class ParameterGroup:
 
     @property
     def refreshed_bytes(self) -> int:
-        """The bytes of the model weights if an update gathers them once per step; 0 if updates gather nothing."""
-        moves = self.refreshes and set(self.main_weight.axes) - set(self.model_weight.axes)
-        return self.model_weight.local.nbytes * len(self.copies) if moves else 0
+        """The bytes of the messages with which an update gathers the model weights; 0 if it gathers nothing."""
+        sent, whole = 0, self.model_weight.local.nbytes * len(self.copies)
+        for axis in sorted(set(self.main_weight.axes) - set(self.model_weight.axes)) if self.refreshes else ():
+            sent, whole = sent + whole, whole // self.mesh.size(axis)  # first over the last axis: see `gather_in_place`
+        return sent
 
     @property
     def staging_bytes(self) -> int:
         """The bytes that a gather needs for uploads, casts or payloads, in addition to the full weights."""
         staging = self.payload.staging
         return staging.nbytes if staging is not None and (self.payload.refreshes or not self.refreshes) else 0
+
+    @property
+    def updating_bytes(self) -> int:
+        """The bytes that an update of the model weights needs for uploads and casts."""
+        return self.payload.staging.nbytes - self.staging_bytes if self.payload.staging is not None else 0
 
     def finish_upload(self) -> None:
         """Make the host wait for the transfer, if any, that reads main weights in CPU memory."""

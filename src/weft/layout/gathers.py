@@ -190,6 +190,7 @@ class GatherOrder:
                 each.choose_copy(backward)
         if named is not None:
             unit.prefetch()
+            here.events.append(("named", number, 0))
             for each in named:
                 here.events.append(("ahead", each.number, 0))
                 if each.two_copies:

@@ -56,10 +56,11 @@ class UnitFacts:
     - `gathered`: the gathered weights of each group.
     - `sent`: the messages that gather all groups.
     - `refreshed`: the messages that update, once per step, the model weights that each rank keeps.
+    - `updating`: the temporary memory of these updates.
     - `other_copy`: the messages that gather backward's copy of some weights after forward's copy, and their temporary
       memory. (0, 0) if there is only one copy.
     - `staging`: the temporary memory of uploads and casts.
-    - `post_forward`: the part of the weights that is kept from forward to backward.
+    - `post_forward`: the part of each group's weights that is kept from forward to backward.
     - `tied`: the units whose parameters this unit shares.
     - `bundle`: the units in the message that gathers this unit, including this unit. Empty if it is alone.
     - `gradients`: the gradients of each group; None for a group that is not reduced.
@@ -70,13 +71,18 @@ class UnitFacts:
     gathered: tuple[int, ...]
     sent: int
     refreshed: int = 0
+    updating: int = 0
     other_copy: tuple[int, int] = (0, 0)
     staging: int = 0
-    post_forward: int = 0
+    post_forward: tuple[int, ...] = ()
     tied: tuple[int, ...] = ()
     bundle: tuple[int, ...] = ()
     gradients: tuple[GradientFacts | None, ...] = ()
     addressed: bool = True
+
+    def contains(self, unit: "UnitFacts") -> bool:
+        """Return whether `unit` is this unit or is inside its modules. The root, whose name is "", contains all."""
+        return unit is self or not self.name or unit.name.startswith(f"{self.name}.")
 
     def due(self, number: int) -> Due:
         """Return the reduction of all gradients of the unit. `number`: the unit's number."""
@@ -128,6 +134,8 @@ class Plan:
       once.
     - `peak_bytes`: the most live bytes of "gathered weights" and of "partial gradients".
     - `alive`: the sets of units whose weights are gathered at the same time. Units are given by number.
+    - `staged`: for each set in `alive`, the units whose `staging` or `updating` memory is in use at this time.
+    - `kept`: for each set in `alive`, the units whose `post_forward` memory is in use.
     - `names`: the names of the units, by number.
     - `off_plan`: for each kind of pass, how many passes so far used other units than the previous pass of this kind, or
       used them in another order. A key is a text such as "forward: other units, or in another order". Passes that only
@@ -139,6 +147,8 @@ class Plan:
     collectives: tuple[Collective, ...]
     peak_bytes: Mapping[str, int]
     alive: tuple[frozenset[int], ...]
+    staged: tuple[frozenset[int], ...]
+    kept: tuple[frozenset[int], ...]
     names: tuple[str, ...]
     off_plan: Mapping[str, int] = field(default_factory=dict)
     addresses: Mapping[str, int] = field(default_factory=dict)

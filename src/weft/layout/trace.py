@@ -10,6 +10,7 @@
     event    meaning
     -----    -----------------------------------------------------------------------------------
     use      a module starts to compute with the full weights
+    named    the user has chosen what to prefetch at the preceding `use`: the units of the `ahead` events that follow
     ahead    the user has asked to prefetch this unit at the preceding `use`
     keep     the full weights stay: after a forward or a recomputation until its backward or the next forward, after
              a backward until `reshard`

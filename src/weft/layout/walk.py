@@ -6,11 +6,12 @@ finishes all reductions, and frees all weights that are not kept for a later pas
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import islice, takewhile
+from itertools import compress, islice, takewhile, zip_longest
 from typing import Any
 
 from weft.layout.gathers import GatherOrder
 from weft.layout.plan import GRADIENTS, WEIGHTS, Action, Collective, GradientFacts, Limits, Plan, Step, UnitFacts
+from weft.layout.refreshes import RefreshOrder
 from weft.layout.trace import Event, Trace
 from weft.layout.turns import ReductionOrder, turns_of
 
@@ -38,9 +39,10 @@ class _Unit:
         self.holders: list[str] = []
         self.tied: list[_Unit] = []
         self.groups = [None if each is None else _Group(walk, each) for each in facts.gradients]
+        self.stale = False  # whether its weights are from before the last optimizer step
         self.keeps_shard = False  # whether a post-forward shard stays when the weights are freed
         self.shard_held = False
-        self._staging = 0
+        self.staging = 0
         self._walk = walk
 
     def has_room(self) -> bool:
@@ -58,22 +60,28 @@ class _Unit:
         self.free()
         self.backward = backward
         if self.resident:
-            nbytes, staging = self.facts.other_copy
-            self._walk.take(WEIGHTS, staging)
-            self._walk.give(WEIGHTS, staging)
+            nbytes, self.staging = self.facts.other_copy
+            self._walk.take(WEIGHTS, self.staging)
+            self._walk.note()
+            self.end_staging()
             if nbytes:
                 self._walk.act("gather", (self.number,), nbytes)
 
     def come(self) -> None:
-        self.resident, self.arrived = True, False
-        self._staging = 0 if self.shard_held else self.facts.staging
-        self._walk.take(WEIGHTS, self.gathered_bytes + self._staging)
+        self.resident, self.arrived, self.stale = True, False, False
+        coming = 0 if self.shard_held else self.facts.staging
+        self.staging += coming
+        self._walk.take(WEIGHTS, self.gathered_bytes + coming)
 
     def arrive(self) -> None:
         if self.resident and not self.arrived:
             self.arrived = True
-            self._walk.give(WEIGHTS, self._staging)
+            self.end_staging()
             self.drop_shard()
+
+    def end_staging(self) -> None:
+        self._walk.give(WEIGHTS, self.staging)
+        self.staging = 0
 
     def acquire(self, holder: Any) -> None:
         for unit in self.tied:
@@ -93,17 +101,18 @@ class _Unit:
         if self.resident and not self.holders:
             self.arrive()
             self.resident = False
-            if self.keeps_shard and not self.shard_held and self.facts.post_forward:
-                self.shard_held = True
-                self._walk.take(WEIGHTS, self.facts.post_forward)
-            self._walk.give(WEIGHTS, self.gathered_bytes)
+            keeps = self.keeps_shard and not self.shard_held and any(self.facts.post_forward)
+            self.shard_held |= keeps
+            for full, kept in zip_longest(self.facts.gathered, self.facts.post_forward, fillvalue=0):
+                self._walk.take(WEIGHTS, kept * keeps)
+                self._walk.give(WEIGHTS, full)
             if self.gathered_bytes:
                 self._walk.act("free", (self.number,))
 
     def drop_shard(self) -> None:
         if self.shard_held:
             self.shard_held = False
-            self._walk.give(WEIGHTS, self.facts.post_forward)
+            self._walk.give(WEIGHTS, sum(self.facts.post_forward))
 
 
 class _Bundle:
@@ -128,9 +137,9 @@ class Walk:
         self.peak = dict(self.live)
         self._acts: list[Action] = []
         self._traces = traces
-        self._refreshed: set[int] = set()
-        """The units whose model weights were updated from the main weights in this step."""
+        self.refreshes = _Refreshes(self)
         self.limits = limits
+        self._order = limits.order or tuple(range(len(units) - 1, -1, -1))  # of the reductions of the last backward
         self.units = [_Unit(self, number, facts) for number, facts in enumerate(units)]
         for unit in self.units:
             unit.tied = [self.units[number] for number in unit.facts.tied]
@@ -140,7 +149,7 @@ class Walk:
         self._gathers = GatherOrder(self.units, inside, limits.prefetch_bytes)
         self._gathers.traces.update(traces)
         self._gradients = _Gradients(self, limits.max_live_reduce_buffers)
-        self.alive: dict[frozenset[int], None] = {}  # the sets of units whose weights are gathered at the same time
+        self.alive: dict[tuple[frozenset[int], ...], None] = {}  # as in `Plan`, each with its `staged` and `kept`
 
     # --- memory and collectives -------------------------------------------------------------------------------------
 
@@ -151,6 +160,11 @@ class Walk:
     def give(self, role: str, nbytes: int) -> None:
         self.live[role] -= nbytes
 
+    def note(self) -> None:
+        """Note whose weights are gathered now, and whose temporary memory or kept shards are in use."""
+        states = [(unit.resident, unit.staging > 0, unit.shard_held) for unit in self.units]
+        self.alive[tuple(frozenset(compress(range(len(states)), each)) for each in zip(*states))] = None
+
     def act(self, what: str, units: tuple[int, ...], sent: int | None = None) -> None:
         """Record the action `what` for `units`. `sent`: the bytes of its collective. None: it has no collective."""
         self._acts.append(Action(what, units))
@@ -160,14 +174,13 @@ class Walk:
     def gather(self, units: Sequence[_Unit], message: Sequence[_Unit] | None = None) -> None:
         """Start to gather `units`. `message`: the units that the message carries, if it carries more than `units`."""
         for unit in units:
+            if self.refreshes.ahead:
+                self.refreshes.update_to(unit)
+            self.refreshes.refresh(unit)
             unit.come()
-        self.alive[frozenset(unit.number for unit in self.units if unit.resident)] = None
+        self.note()
         numbers = tuple(unit.number for unit in message or units)
-        nbytes = sum(self.units[number].facts.sent for number in numbers)
-        for unit in units:
-            if unit.facts.refreshed and unit.number not in self._refreshed:
-                self._refreshed.add(unit.number)
-                self.act("refresh", (unit.number,), unit.facts.refreshed)
+        nbytes = sum(unit.gathered_bytes if unit.shard_held else unit.facts.sent for unit in message or units)
         if nbytes:
             self.act("gather", numbers, nbytes)
 
@@ -177,7 +190,6 @@ class Walk:
         """Simulate a training step: each pass of `PASSES` that has a trace. It starts with the memory that the previous
         step has left. Afterwards, `steps` (its events), `collectives` and `peak` describe only this step."""
         self.steps, self.collectives, self.peak = [], [], dict(self.live)
-        self._refreshed.clear()
         known = [kind for kind in PASSES if kind in self._traces]
         if "accumulation" not in known and known.count("forward") == 2:
             known.remove("forward")
@@ -193,6 +205,14 @@ class Walk:
                 unit.keeps_shard = False
                 unit.drop_shard()
                 unit.free()
+            first = self.units[trace.uses[0] if trace.uses and trace.kind != "schedule" else 0].facts
+            if any(unit.facts.refreshed for unit in self.units):
+                self.refreshes.ahead.update((unit, None) for unit in self.units if first.contains(unit.facts))
+            for unit in self.units:
+                if unit.holders and unit.stale:
+                    self.give(WEIGHTS, unit.gathered_bytes)
+                    self.gather((unit,))
+                    unit.arrive()
         if trace.kind == "schedule":
             self._gathers.foresee(trace)
         else:
@@ -200,7 +220,7 @@ class Walk:
         for position, event in enumerate(trace.events):
             self._play(trace, position, event)
             if position == len(trace.events) - 1:
-                self._end(trace.kind)
+                self._end(trace)
             self.steps.append(Step(trace.kind, event, tuple(self._acts), self.live[WEIGHTS], self.live[GRADIENTS]))
             self._acts = []
 
@@ -209,8 +229,9 @@ class Walk:
         backward = trace.kind in ("backward", "accumulation")
         if event.what == "use":
             holder.backward = bool(event.detail)
-            ahead = takewhile(lambda each: each.what == "ahead", islice(trace.events, position + 1, None))
-            self._gathers.use(unit, holder, [self.units[each.unit] for each in ahead] or None)
+            chosen = takewhile(lambda each: each.what in ("named", "ahead"), islice(trace.events, position + 1, None))
+            named = [self.units[each.unit] for each in chosen]
+            self._gathers.use(unit, holder, named[1:] if named else None)  # the first is `named`
         elif event.what == "keep":
             self._gathers.keep(unit, "for good" if event.detail else "until backward", for_good=bool(event.detail))
         elif event.what == "done":
@@ -231,18 +252,28 @@ class Walk:
         elif event.what == "later":
             self._gradients.pack(event.unit)
 
-    def _end(self, kind: str) -> None:
+    def _end(self, trace: Trace) -> None:
+        kind = trace.kind
+        for unit in self.refreshes.update_rest():
+            if not unit.resident:
+                unit.end_staging()
         if kind in ("forward", "evaluation"):
             self._gathers.end_forward()
         else:
             self._gradients.complete()
+            self._gradients.add(sorted(self._gradients.waiting, reverse=True))
             self._gradients.drain()
+            self._order = tuple(self._gradients.ready_order) or self._order
             for unit in self.units:
                 if "until backward" in unit.holders:
                     unit.holders.remove("until backward")
                 unit.keeps_shard = False
                 unit.drop_shard()
             self._gathers.end_backward()
+        if any(event.what == "ready" and event.detail for event in trace.events):  # an optimizer step may follow
+            self.refreshes.fresh.clear()
+            for unit in self.units:
+                unit.stale |= bool(unit.facts.refreshed) or (kind != "accumulation" and any(unit.groups))
         for unit in self.units:
             if kind != "forward" or not self._gathers.stays(unit):
                 unit.free()
@@ -251,10 +282,30 @@ class Walk:
         if trace.kind == "schedule" or not self.limits.checked:
             self._gradients.take_turns(None)
             return
-        ready = {event.unit for event in trace.events if event.what == "ready"}
-        order = self.limits.order or range(len(self.units) - 1, -1, -1)
-        due = [self.units[n].facts.due(n) for n in order if n in ready and self._gradients.groups_of(n)]
+        reduces = any(event.what == "ready" for event in trace.events)
+        waits = {event.unit for event in trace.events if event.what == "later"}
+        order = [n for n in self._order if reduces and n not in waits and self._gradients.groups_of(n)]
+        due = [self.units[number].facts.due(number) for number in order]
         self._gradients.take_turns(turns_of(due, self.limits.bucket_bytes))
+
+
+class _Refreshes(RefreshOrder):
+    """Simulated updates of model weights. `fresh`: the units whose model weights were updated in this step."""
+
+    def __init__(self, walk: Walk) -> None:
+        super().__init__()
+        self.fresh: set[int] = set()
+        self._walk = walk
+
+    def is_outdated(self, unit: _Unit) -> bool:
+        return bool(unit.facts.refreshed) and unit.number not in self.fresh
+
+    def refresh(self, unit: _Unit) -> None:
+        if self.is_outdated(unit):
+            self.fresh.add(unit.number)
+            unit.staging += unit.facts.updating
+            self._walk.take(WEIGHTS, unit.facts.updating)
+            self._walk.act("refresh", (unit.number,), unit.facts.refreshed)
 
 
 class _Group:
@@ -271,9 +322,12 @@ class _Group:
             self.buffers[what] = nbytes
             self._walk.take(GRADIENTS, nbytes)
 
+    def is_open(self, stage: int) -> bool:
+        return any(isinstance(key, tuple) and key[0] == stage for key in self.buffers)
+
     def open(self, stage: int, *, accumulating: bool) -> None:
         """Open the buffer of a stage, unless it is already open."""
-        if not any(isinstance(key, tuple) and key[0] == stage for key in self.buffers):
+        if not self.is_open(stage):
             facts = self.facts.stages[stage]
             wide = accumulating and not facts.shared
             self.hold((stage, "wide" if wide else "narrow"), facts.accumulating if wide else facts.traveling)
@@ -295,7 +349,7 @@ class _Gradients(ReductionOrder):
         return self._walk.limits.checked and self._walk.units[unit].facts.addressed
 
     def has_buffer(self, unit: int, group: _Group) -> bool:
-        return bool(group.buffers) or group.facts.declared
+        return group.is_open(0) or group.facts.declared
 
     def offer(self, unit: int, *, defer: bool) -> None:
         for group in self.groups_of(unit):
@@ -342,4 +396,5 @@ def compile_plan(traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits
     walk.step()
     walk.step()  # this one is the plan: it starts with everything that stays from step to step
     names = tuple(unit.name for unit in units)
-    return Plan(tuple(walk.steps), tuple(walk.collectives), walk.peak, tuple(walk.alive), names, **known)
+    alive, staged, kept = zip(*walk.alive) if walk.alive else ((), (), ())
+    return Plan(tuple(walk.steps), tuple(walk.collectives), walk.peak, alive, staged, kept, names, **known)

@@ -205,20 +205,22 @@ class Pool:
             rival.place = place
             rival.live_in(rival.own)
 
-    def end_step(self, foreseen: Iterable[Sequence[Transient]] = ()) -> None:
+    def end_step(self, foreseen: Iterable[Sequence[Transient]] = (), *, learns: bool = False) -> None:
         """End a step. If the pool is `outdated`, make a new plan, unless views of a buffer are in use (`is_fixed`).
-        Does nothing while a buffer is alive. `foreseen`: sets of buffers that may be alive together in later steps."""
+        Does nothing while a buffer is alive. `foreseen`: sets of buffers that may be alive together in later steps.
+        `learns`: whether a first step may take more than later ones. If the second step shows this, plan it alone."""
         if not self.planned or self._alive:
             return
         step, self._step = self._step, self._step + 1
         peak, self._step_peak = self._step_peak, 0
         self.lower_bound = max(self.lower_bound, peak)
-        if not self.outdated or any(each.is_fixed() for each in self._met):
+        shrinks = learns and self.plans == 1 and 0 < PATIENCE * peak < self.slab_bytes
+        if not (self.outdated or shrinks) or any(each.is_fixed() for each in self._met):
             return
         for alive in foreseen:
             self._note([each for each in alive if each in self._met], step)
         plan = self._planned()
-        if plan.nbytes > PATIENCE * self.lower_bound:
+        if shrinks or plan.nbytes > PATIENCE * self.lower_bound:
             met = {one: {other: at for other, at in others.items() if at == step} for one, others in self._met.items()}
             self._met = {one: others for one, others in met.items() if others}
             self.lower_bound = peak
@@ -239,6 +241,13 @@ class Pool:
                     self.outdated = True
         if self.outdated:
             self._adopt(self._planned())
+
+    def drop_plan(self) -> None:
+        """Let each buffer have its own memory until the end of this step, which makes a new plan. For a step that will
+        hold more buffers at once than all before it. Does nothing while a buffer is alive."""
+        if self.plan is not None and not self._alive:
+            self.plan, self._places, self.outdated = None, {}, True
+            self._neighbors.clear()
 
     def _note(self, alive: Sequence[Transient], step: int) -> None:
         """Note that these buffers are, or may be, alive together in `step`."""

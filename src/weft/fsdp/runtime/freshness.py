@@ -26,20 +26,19 @@ from weft.fsdp.channels import Channels
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.parameter import ShardedParameter
 from weft.fsdp.unit import State, Unit
+from weft.layout.refreshes import RefreshOrder
 from weft.quantize.payload import Narrow
 from weft.quantize.payload_only import PayloadOnly
 
 
-class Freshness:
-    """During a pass, updates the model weights (the copies that gathers read) from the main weights. `ahead`: the units
-    that this pass has still to check and, if they are outdated, to update; in the same order on all ranks."""
+class Freshness(RefreshOrder):
+    """During a pass, updates the model weights (the copies that gathers read) from the main weights."""
 
     def __init__(self, channels: Channels, agreement: Agreement) -> None:
+        super().__init__()
         self._channels = channels
         self._agreement = agreement
         self.certain = True  # whether all ranks know, without an exchange, that the weights must be updated
-        self.ahead: dict[Unit, None] = {}
-        self._made: list[Unit] = []
 
     def begin_pass(self, units: Sequence[Unit], inside: Sequence[Unit], groups: Sequence[dist.ProcessGroup]) -> None:
         """Begin a pass. Agree over the process groups `groups` whether any of `units` need updates. `inside`: the units
@@ -64,27 +63,16 @@ class Freshness:
             agree_on_maxima(due)  # before the first of them is quantized
         self.ahead.update(dict.fromkeys(inside))
 
-    def is_due(self, unit: Unit) -> bool:
-        """Return whether `unit` is in `ahead`, or has outdated model weights that only another rank's pass uses."""
-        return unit in self.ahead or any(group.is_outdated for group in unit.groups)
+    def is_outdated(self, unit: Unit) -> bool:
+        return any(group.is_outdated for group in unit.groups)
 
-    def update_to(self, unit: Unit) -> None:
-        """Update the units of `ahead` up to `unit`, and one more, whose transfer overlaps with computation. If `unit`
-        is not in `ahead`, because only another rank's pass uses it, update it and the first unit of `ahead`."""
-        if unit in self.ahead:
-            while self._next() is not unit:
-                pass
-        elif self.is_due(unit):
-            self._make(unit)
-        if self.ahead and self._made and self._made[-1] is unit:
-            self._next()
+    def refresh(self, unit: Unit) -> None:
+        for group in unit.groups:
+            group.refresh(self._channels)
 
     def finish(self) -> None:
         """At the end of a pass, update the units left in `ahead`, whether they ran or not, and wait for all updates."""
-        while self.ahead:
-            self._next()
-        made, self._made = self._made, []
-        for unit in made:
+        for unit in self.update_rest():
             for group in unit.groups:
                 group.await_refresh()
                 if unit.state is not State.ON_THE_WAY:  # otherwise a lane may still quantize
@@ -93,19 +81,8 @@ class Freshness:
     def forget(self) -> None:
         """After an abandoned pass, treat all weights as changed, because the ranks may have updated different units."""
         self.ahead.clear()
-        self._made.clear()
+        self.made.clear()
         self.certain = True
-
-    def _next(self) -> Unit:
-        unit = next(iter(self.ahead))
-        del self.ahead[unit]
-        self._make(unit)
-        return unit
-
-    def _make(self, unit: Unit) -> None:
-        for group in unit.groups:
-            group.refresh(self._channels)
-        self._made.append(unit)
 
 
 def _word_of(group: ParameterGroup) -> int:

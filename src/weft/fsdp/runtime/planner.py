@@ -31,21 +31,27 @@ class Planner:
     def foresee(self, trace: Trace) -> None:
         """Plan memory for all weights of a schedule with the events of `trace`, before the schedule gathers any."""
         plan = compile_plan({"schedule": trace}, *self._inputs())
-        self.channels.weights.foresee(map(self._memory_of, plan.alive))
+        self.channels.weights.foresee(map(self._memory_of, plan.alive, plan.staged, plan.kept))
 
     def end_pass(self) -> None:
         """End a pass. If it differed from the memory plan, make a new plan, unless buffers are still in use."""
         weights = self.channels.weights
         weights.end_step(self._foreseen() if weights.outdated else ())
-        self.channels.gradients.end_step()
+        self.channels.gradients.end_step(learns=True)  # the first backward does not know the order of reductions
 
     def _foreseen(self) -> Iterator[list[Transient]]:
         """Yield sets of buffers that may be live together in the next step, whether or not it follows the plan."""
-        nested = ((around.number, unit.number) for around in self.units for unit in self.units if around.contains(unit))
-        yield from map(self._memory_of, (*nested, *self.plan().alive))
+        for around in self.units:
+            for unit in filter(around.contains, self.units):
+                yield self._memory_of((around.number, unit.number), (unit.number,))
+        plan = self.plan()
+        yield from map(self._memory_of, plan.alive, plan.staged, plan.kept)
 
-    def _memory_of(self, numbers: Iterable[int]) -> list[Transient]:
-        return [each for number in numbers for group in self.units[number].groups for each in group.transients]
+    def _memory_of(self, alive: Iterable[int], staged: Iterable[int], kept: Iterable[int] = ()) -> list[Transient]:
+        full, staging, shards = ([g for n in each for g in self.units[n].groups] for each in (alive, staged, kept))
+        memory = [group.transient for group in full] + [group.payload.staging for group in staging]
+        memory += [group.post_forward.transient for group in shards if group.post_forward is not None]
+        return [each for each in memory if each is not None]
 
     def _addresses(self) -> dict[str, int]:
         slab = self.channels.weights.plan
@@ -66,15 +72,17 @@ class Planner:
 
 
 def _facts(unit: Unit, bucket: Bucket | None) -> UnitFacts:
+    refreshing = [group for group in unit.groups if group.payload_only is None and group.refreshed_bytes]
     double = [group for group in unit.groups if len(group.copies) > 1]
     return UnitFacts(
         unit.name,
         gathered=tuple(group.transient.nbytes if group.transient is not None else 0 for group in unit.groups),
         sent=sum(group.payload.sent for group in unit.groups),
-        refreshed=sum(group.refreshed_bytes for group in unit.groups),
+        refreshed=sum(group.refreshed_bytes for group in refreshing),
+        updating=sum(group.updating_bytes for group in refreshing),
         other_copy=(sum(group.payload.sent for group in double), sum(group.staging_bytes for group in double)),
         staging=sum(group.staging_bytes for group in unit.groups),
-        post_forward=sum(group.post_forward.transient.nbytes for group in unit.groups if group.post_forward),
+        post_forward=tuple(group.post_forward.transient.nbytes if group.post_forward else 0 for group in unit.groups),
         tied=tuple(other.number for other in unit.tied),
         bundle=tuple(sorted(bucket.numbers)) if bucket is not None else (),
         gradients=tuple(group.gradients.facts() if group.is_reduced else None for group in unit.groups),

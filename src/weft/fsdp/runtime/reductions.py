@@ -14,7 +14,6 @@ from weft.comm.collectives import reduce_scatter_bundle
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
-from weft.fsdp.gradients.group import Where
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.parameter import ShardedParameter
 from weft.fsdp.unit import Unit
@@ -121,11 +120,11 @@ class Reductions(ReductionOrder):
         """Return the tensor into which modules write the gradient of `parameter`, and whether to add to its values."""
         unit, group = parameter.unit, parameter.group
         defer = self.defers(unit)
+        with torch.no_grad():
+            self.make_room(unit.number, group, defer=defer)
         if not group.gradients.is_open:
             index = unit.groups.index(group)
             self._gathers.record("write", unit.number, -1 - index if defer else index)
-        with torch.no_grad():
-            self.make_room(unit.number, group, defer=defer)
         return group.gradients.place_of(parameter, self._channels.gradients, defer=defer)
 
     def offer(self, unit: Unit) -> None:
@@ -149,8 +148,8 @@ class Reductions(ReductionOrder):
         return self.agreement.checks and self._units[unit].is_addressed
 
     def has_buffer(self, unit: int, group: ParameterGroup) -> bool:
-        """Return whether the group's gradients are packed, or modules have declared that they will write them."""
-        return group.gradients.where is Where.PACKED or bool(group.gradients.declared)
+        """Return whether the group has a buffer, or modules have declared that they will write into one."""
+        return group.gradients.is_open or bool(group.gradients.declared)
 
     def pack_group(self, unit: int, group: ParameterGroup, *, defer: bool) -> None:
         """Copy autograd's gradients into the packed buffer."""

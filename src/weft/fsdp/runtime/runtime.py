@@ -52,6 +52,7 @@ class Runtime(Shared):
         self._evaluates = False  # whether the current or latest schedule has no backward
         self._keeps_gradients = False  # whether the failed pass left the gradients of earlier backwards unchanged
         self._filled = False  # whether all parameters and buffers that were on the meta device are known to have values
+        self._has_trained = False  # whether a pass was a forward with gradients; before, plans know no backward
         self._is_new = not self._consensus.is_alone
         """Whether the next forward adds the root to `first_backwards`. Only the first one does; on one rank, none."""
         self.post_optimizer_event: Any = None
@@ -74,6 +75,9 @@ class Runtime(Shared):
         self._consensus.take()  # after the units have applied the user's changes of `requires_grad`
         inside = [*filter(outermost.contains, self.units)]
         self._freshness.begin_pass(self.units, inside, self.process_groups)
+        if kind is Pass.FORWARD and not self._has_trained:
+            self._has_trained = True
+            self.channels.weights.drop_plan()
         self._renew_units()  # after the ranks have agreed whether weights changed
         if self._is_new and kind is Pass.FORWARD:
             self._is_new = False
