@@ -244,9 +244,9 @@ class SharedEnds:
     """The parameters that the first and the last stage share. Each stage adds the other's gradients to its own, so that
     both have the same sum.
 
-    After a call of `forward_backward`, both stages have the sum. The constructor, which runs before the next call adds
-    gradients, sets the gradients on the rank of the last stage to None. Otherwise, both stages would contribute the sum
-    of earlier calls, and it would count twice.
+    After a call of `forward_backward`, both stages have the sum. At the beginning of the next call, before gradients
+    are added, the constructor sets the gradients on the rank of the last stage to None. Otherwise, both stages would
+    contribute the sum of earlier calls, and it would count twice.
     """
 
     def __init__(self, model: Any, cut: Cut, transport: Transport | None) -> None:

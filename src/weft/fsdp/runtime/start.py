@@ -57,7 +57,8 @@ def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
 
 
 def check_filled(units: Sequence[Unit]) -> None:
-    """Broadcast the parameters that were on the meta device when they were sharded. Collective if there are any.
+    """Check that parameters which had no values when they were sharded, on the meta device, have values now. Broadcast
+    them from the first replica to the others, if there are several. Collective if there are such parameters.
 
     If one of them has no values on some rank, every rank raises ValueError. If a buffer is on the meta device, only
     the rank that has it raises ValueError.

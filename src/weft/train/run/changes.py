@@ -8,8 +8,8 @@
 
 These SILENT settings change results by more than rounding:
 
-- `sharding.cp` changes the auxiliary losses of routers. So does `train.microbatch_size`, if sequences have different
-  numbers of labels.
+- `sharding.cp` changes the auxiliary losses of routers. If sequences have different numbers of labels,
+  `train.microbatch_size` changes these losses and those of prediction depths.
 - `train.microbatch_size` changes the results of your own model, if it uses dropout or the other rows of a microbatch
   (BatchNorm). `train.activation_checkpointing` changes the running statistics of BatchNorm. `train.compile` can change
   which elements dropout drops.
