@@ -326,11 +326,6 @@ class ParameterGroup:
         staging = self.payload.staging
         return staging.nbytes if staging is not None and (self.payload.refreshes or not self.refreshes) else 0
 
-    @property
-    def updating_bytes(self) -> int:
-        """The bytes that an update of the model weights needs for uploads and casts."""
-        return self.payload.staging.nbytes - self.staging_bytes if self.payload.staging is not None else 0
-
     def finish_upload(self) -> None:
         """Make the host wait for the transfer, if any, that reads main weights in CPU memory."""
         upload, self._upload = self._upload, None

@@ -79,7 +79,7 @@ def _facts(unit: Unit, bucket: Bucket | None) -> UnitFacts:
         gathered=tuple(group.transient.nbytes if group.transient is not None else 0 for group in unit.groups),
         sent=sum(group.payload.sent for group in unit.groups),
         refreshed=sum(group.refreshed_bytes for group in refreshing),
-        updating=sum(group.updating_bytes for group in refreshing),
+        updating=sum(each.payload.staging.nbytes - each.staging_bytes for each in refreshing if each.payload.staging),
         other_copy=(sum(group.payload.sent for group in double), sum(group.staging_bytes for group in double)),
         staging=sum(group.staging_bytes for group in unit.groups),
         post_forward=tuple(group.post_forward.transient.nbytes if group.post_forward else 0 for group in unit.groups),
