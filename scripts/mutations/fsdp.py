@@ -281,8 +281,8 @@ MUTATIONS = [
     Mutation(
         "backward multiplies forward's copy",
         "_operand",
-        "len(group.copies) > 1 and group.copy != backward",
-        "False",
+        "record.unit.choose_copy(backward)",
+        "",
         COPIES + "test_a_part_of_a_unit_may_be_recomputed_in_its_backward[2]",
     ),
     Mutation(

@@ -71,6 +71,18 @@ def test_a_write_by_data_is_found_under_guard():
     model.reset_iter_state()
 
 
+def test_a_write_by_data_after_an_earlier_use_is_found_under_guard(world):
+    world(0, 2)
+    layer = weft.fully_shard(Keeps("data"), reshard_after_forward=False)
+    with weft.debug.guard_memory():
+        output = layer(torch.ones(2, 4)).sum()
+        layer.kept[0].zero_()
+        with pytest.raises(
+            WeightsWritten, match=r"'linear.weight' of the root .* was written to while it was gathered"
+        ):
+            output.backward()
+
+
 @distributed(2)
 def test_a_write_to_a_kept_view_after_the_weights_went_is_found_at_the_next_gather():
     model = make()

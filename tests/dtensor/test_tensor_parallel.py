@@ -91,6 +91,18 @@ def test_what_no_plan_slices_starts_alike_on_all_ranks_of_the_axis_whatever_thei
             assert all(torch.equal(each, whole) for each in everyone), name
 
 
+@distributed(2)
+def test_what_a_plan_does_not_slice_starts_alike_beside_what_it_slices():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Linear(4, 4)
+    net.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["tp"], [Shard(0)]))
+    nn.init.constant_(net.bias, 1.0 + dist.get_rank())
+    weft.fully_shard(net, mesh=mesh["dp"])
+    net.unshard()
+    net.reshard()
+    assert len(net._weft_unit.groups) == 1 and torch.equal(nets.full(net.bias), torch.ones(4))
+
+
 @pytest.mark.slow
 @distributed(4)
 def test_norms_by_parameter_count_what_is_sliced_and_what_is_not_once():

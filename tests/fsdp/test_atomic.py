@@ -94,10 +94,15 @@ def test_a_block_of_rows_is_never_cut():
 def test_what_cannot_be_cut_so_is_named():
     with pytest.raises(ValueError, match=r"BlockAtomic\(rows=5\) for parameter 'weight' of shape \(12, 5\)"):
         weft.fully_shard(Blocks(), shard_placement_fn=lambda parameter: weft.BlockAtomic(5))
-    with pytest.raises(ValueError, match=r"returned Shard\(dim=2\) for parameter 'weight' of shape \(12, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"returned Shard\(dim=2\) .* shape \(12, 5\): choose a dimension from 0 to 1,"
+    ):
         weft.fully_shard(Blocks(), shard_placement_fn=lambda parameter: Shard(2))
     with pytest.raises(ValueError, match=r"returned Replicate\(\) for parameter 'weight'"):
         weft.fully_shard(Blocks(), shard_placement_fn=lambda parameter: Replicate())
+    scalar = nn.ParameterList([torch.tensor(1.0)])
+    with pytest.raises(ValueError, match=r"BlockAtomic\(rows=1\) for parameter '0.0' of shape \(\)"):
+        weft.fully_shard(nn.Sequential(scalar), shard_placement_fn=lambda parameter: weft.BlockAtomic(1))
     with pytest.raises(ValueError, match=r"BlockAtomic\(0\)"):
         weft.BlockAtomic(0)
 

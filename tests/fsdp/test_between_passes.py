@@ -83,6 +83,8 @@ def test_an_optimizer_that_steps_between_a_forward_and_its_backward_is_named(str
         loss.backward()
     net.zero_grad()
     nets.loss_of(net, batch).backward()
+    optimizer.step()
+    pending = nets.loss_of(net, batch)  # its weights have changed before it, not since
 
     own = torch.ones(13, 11, requires_grad=True)  # of the shape of a weight; not weft's to explain
     changed = own * 1
@@ -90,6 +92,7 @@ def test_an_optimizer_that_steps_between_a_forward_and_its_backward_is_named(str
     changed.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.backward()
+    pending.backward()
 
 
 # --- a model that is evaluated inside of another's backward -----------------------------------------------------------

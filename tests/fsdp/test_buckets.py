@@ -18,6 +18,7 @@ from weft.comm.gloo import transport
 from weft.comm.lanes import Lane, Ticket
 from weft.comm.watch.hang_detector import hang_detector
 from weft.fsdp.module import units_under
+from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.helper import GatherHelper
 from weft.fsdp.runtime.passes import Pass
 
@@ -344,6 +345,29 @@ def test_after_an_exception_units_travel_together_again():
     together, lanes = found(ALL)
     assert lanes == {"gathers": 1, "reductions": 1}
     assert equal_bit_by_bit(together, found(EACH)[0])
+
+
+@distributed(2)
+def test_units_of_a_message_that_could_not_be_sent_are_gathered_when_the_forward_tries_again():
+    net, x = model(2 * bytes_of_a_layer()), torch.ones(1, WIDTH)
+    forward, send, failures = net.forward, Bucket._start, []
+
+    def start(bucket, *args):
+        if failures:
+            raise failures.pop()
+        return send(bucket, *args)
+
+    def again(x):
+        failures.append(MemoryError())
+        try:
+            return forward(x)
+        except MemoryError:
+            return forward(x)
+
+    with torch.no_grad(), mock.patch.object(Bucket, "_start", start):
+        expected = net(x)
+        net.forward = again
+        assert torch.equal(net(x), expected) and not failures
 
 
 @pytest.mark.slow

@@ -78,6 +78,12 @@ def test_a_wrapper_that_ignores_sharded_parameters_replicates_the_rest():
     torch.testing.assert_close(backward(wrapped, mine(rows())), backward(make(), rows()))
     with pytest.raises(TypeError, match=r"DataParallel around '0\.weight' of"):
         nn.DataParallel(model)
+    tied = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False), nn.Linear(5, 3))
+    tied[1].weight = tied[0].weight
+    weft.fully_shard([tied[0], tied[1]])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(tied, ["0.weight"])
+    with pytest.raises(TypeError, match=r"around '1\.weight' of"):
+        DistributedDataParallel(tied)
 
 
 @distributed(2)

@@ -105,6 +105,16 @@ def test_blocks_that_one_rank_has_unfrozen_in_the_step_before_the_last_microbatc
     assert_gradients(net, plain)
 
 
+@distributed(2)
+def test_a_model_that_began_frozen_trains_from_the_first_step_after_it_was_unfrozen():
+    net = weft.fully_shard(torch.nn.Linear(4, 4).requires_grad_(False))
+    x = torch.ones(2, 4, requires_grad=True)
+    net(x).sum().backward()
+    net.requires_grad_(True)
+    net(x).sum().backward()
+    torch.testing.assert_close(nets.full(net.weight.grad), torch.full((4, 4), 2.0))
+
+
 @pytest.mark.slow
 @distributed(2)
 def test_what_all_ranks_have_frozen_is_not_reduced_from_the_second_step_on():

@@ -51,6 +51,12 @@ def test_a_part_is_a_range_of_whole_slices():
     assert [list(cuts.boxes(part)) for part in range(2)] == [[((0, 0), (2, 3), 0)], [((0, 3), (2, 1), 0)]]
 
 
+def test_cuts_along_another_dimension_lie_between_its_slices_and_nowhere_else(world):
+    world(0, 2)
+    net = weft.fully_shard(nn.Linear(64, 4, bias=False), shard_placement_fn=last_dim)
+    assert net.weight.to_local().shape == (4, 32)
+
+
 @pytest.mark.slow
 @distributed(2, 4, long=4)
 def test_training_and_what_the_parts_are_equals_one_process():

@@ -7,13 +7,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
 from weft.fsdp import weight_gradient
 from weft.fsdp.driver import Hold
+from weft.fsdp.gradients.direct import whole
 from weft.fsdp.module import runtime_of
 from weft.layout.trace import Event, Trace
 
@@ -208,24 +210,98 @@ class Late(nn.Module):
 class Declared(nn.Module):
     """Two weights of which modules write the gradients by Megatron's convention; only one of them is used."""
 
-    def __init__(self) -> None:
+    def __init__(self, returned: Callable = dummy) -> None:
         super().__init__()
-        self.used, self.unused = (nn.Parameter(torch.ones(WIDTH, WIDTH)) for _ in range(2))
-        for weight in (self.used, self.unused):
+        self.one, self.other = (nn.Parameter(torch.ones(WIDTH, WIDTH)) for _ in range(2))
+        for weight in (self.one, self.other):
             weight.grad_added_to_main_grad = False
+        self.returned = returned
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Writing.apply(x, self.used, by_megatron_s_convention, dummy).sum()
+    def forward(self, x: torch.Tensor, used: str = "one") -> torch.Tensor:
+        return Writing.apply(x, getattr(self, used), by_megatron_s_convention, self.returned).sum()
 
 
 @distributed(2)
 def test_a_weight_to_whose_main_grad_no_module_adds_has_no_gradient():
     net = weft.fully_shard(Declared())
-    for _ in range(2):
+    for used, unused in (("one", "other"), ("one", "other"), ("other", "one")):
         net.zero_grad()
-        net(torch.ones(3, WIDTH)).backward()
-        torch.testing.assert_close(nets.full(net.used.grad), torch.full((WIDTH, WIDTH), 3.0))
-        assert net.unused.grad is None
+        net(torch.ones(3, WIDTH), used).backward()
+        torch.testing.assert_close(nets.full(net.get_parameter(used).grad), torch.full((WIDTH, WIDTH), 3.0))
+        assert net.get_parameter(unused).grad is None
+
+
+def test_a_frozen_weight_has_no_main_grad(world):
+    world(0, 2)
+    net, seen = weft.fully_shard(Declared()), []
+    net.other.requires_grad_(False)
+    output = net(torch.ones(3, WIDTH))
+    fulls = [each.full for each in net._weft_unit.groups[0].parameters]
+    output.register_hook(lambda gradient: seen.extend(hasattr(full, "main_grad") for full in fulls))
+    output.backward()
+    assert seen == [True, False] and net.other.grad is None
+
+
+def test_a_gradient_in_main_grad_cannot_be_differentiated_and_none_need_not_be(world):
+    world(0, 2)
+    x = torch.ones(3, WIDTH, requires_grad=True)
+    with pytest.raises(RuntimeError, match="gradients of parameters are reduced over the ranks and cannot be"):
+        weft.fully_shard(Declared(nothing))(x).backward(create_graph=True)
+
+    class Multiplies(Declared):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, self.one).square().sum()
+
+    net = weft.fully_shard(Multiplies())
+    assert torch.autograd.grad(net(x), x, create_graph=True)[0].requires_grad
+
+
+@distributed(2)
+def test_whole_sums_the_gradient_over_the_ranks_and_leaves_the_given_one_as_it_was():
+    """A sum hands the same tensor to both of its terms."""
+    mesh, given = init_device_mesh("cpu", (2,)), torch.full((4,), 1.0 + dist.get_rank())
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Replicate()]))
+    other = torch.ones(4, requires_grad=True)
+    (other * 1 + whole(parameter, mesh)).backward(given.clone())
+    assert torch.equal(parameter.grad.to_local(), torch.full((4,), 3.0))
+    assert torch.equal(other.grad, given)
+
+
+class Twice(nn.Module):
+    """Calls a unit twice, of whose weight the module writes the gradient by Megatron's convention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Convention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.inner(x)).square().mean()
+
+
+class Convention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.weight.grad_added_to_main_grad = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(Writing.apply(x, self.weight, by_megatron_s_convention, dummy))
+
+
+@distributed(2)
+def test_a_weight_gets_a_new_main_grad_in_the_second_of_its_unit_s_backwards():
+    plain, net = Twice(), Twice()
+    weft.fully_shard(net.inner)
+    weft.fully_shard(net)
+    for x in torch.randn(2, 2, 6, WIDTH, generator=torch.Generator().manual_seed(1)):
+        plain.zero_grad()
+        net.zero_grad()
+        for part in x:
+            (plain(part) / 2).backward()
+        net(x[dist.get_rank()]).backward()
+        torch.testing.assert_close(nets.full(net.inner.weight.grad), plain.inner.weight.grad)
+    offers = [event.what for event in runtime_of(net).gathers.traces["backward"].events].count("offer")
+    assert offers == 2, "the plan knows when the buffers are taken"
 
 
 @distributed(2)

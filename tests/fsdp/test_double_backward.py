@@ -188,3 +188,17 @@ def test_a_penalty_that_comes_after_the_memory_plan_says_what_to_do():
         sharded(x).mean().backward()
     with pytest.raises(RuntimeError, match="allocator='caching'"):
         penalty_alone(sharded, x)
+
+
+class Ignores(nn.Linear):
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_a_graph_of_a_gradient_may_leave_out_inputs_and_need_no_weights(world):
+    """As that of a frozen linear layer does."""
+    world(0, 2)
+    model = weft.fully_shard(Ignores(4, 4).requires_grad_(False))
+    x, other = (torch.ones(2, 4, requires_grad=True) for _ in range(2))
+    (slope,) = torch.autograd.grad(model(x, other).sum(), x, create_graph=True)
+    assert not slope.requires_grad and not model._weft_unit.computes

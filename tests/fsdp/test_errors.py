@@ -2,6 +2,7 @@
 
 import re
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.fsdp.module import runtime_of
+from weft.fsdp import plan_of
+from weft.fsdp.module import runtime_of, unit_of
 
 
 @contextmanager
@@ -43,6 +45,14 @@ def test_modules_that_cannot_be_a_unit_are_refused():
         weft.fully_shard([])
 
 
+def test_modules_of_torch_jit_are_refused_by_name(world):
+    world(0, 2)
+    scripted = torch.jit.ScriptModule()
+    for module, name in ((scripted, "the module itself"), (nn.Sequential(scripted), "0")):
+        with refused(ValueError, f"{name} is a ScriptModule of torch.jit", "the original module"):
+            weft.fully_shard(module)
+
+
 @distributed(2)
 def test_parameters_on_another_device_are_refused():
     mesh = init_device_mesh("cpu", (2,))
@@ -57,8 +67,8 @@ def test_parameters_on_another_device_are_refused():
 @distributed(4)
 def test_meshes_that_do_not_fit_are_refused():
     block = nets.Block(4, 4)
-    with refused(ValueError, "3 axes", "pass a 1-D"):
-        weft.fully_shard(block, mesh=init_device_mesh("cpu", (2, 2, 1)))
+    with refused(ValueError, "3 axes ('dp', 'cp', 'tp'): pass a 1-D"):
+        weft.fully_shard(block, mesh=init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "cp", "tp")))
     half = DeviceMesh("cpu", [0, 1])
     if dist.get_rank() < 2:
         weft.fully_shard(block, mesh=half)
@@ -78,11 +88,49 @@ def test_unknown_strategies_and_placements_are_refused():
     for strategy in ("zero3", "full_shard", "", None, ["optim"]):
         with refused(ValueError, f"strategy={strategy!r}", "'no_shard'", "'optim_grads_params'", "Placements"):
             weft.fully_shard(block, strategy=strategy)
-    with refused(ValueError, "S(0), P(sum), R", "choose one of", "optim_grads_params"):
+    with refused(ValueError, "S(0), P(sum), R", "on the shard axis: choose one of", "optim_grads_params"):
         weft.Placements(Shard(0), Partial(), Replicate())
     with refused(ValueError, "S(1), S(1), S(1)", "choose one of"):
         weft.Placements(parameter=Shard(1), gradient=Shard(1), optimizer=Shard(1))
     assert not isinstance(block, weft.FSDPModule)
+
+
+def test_strategies_of_two_axes_that_do_not_fit_are_refused(world):
+    world(0, 4)
+    mesh, block = init_device_mesh("cpu", (2, 2)), nets.Block(4, 4)
+    for outer in ("optim_grads", "hsdp"):
+        with refused(ValueError, f"outer_strategy={outer!r}: choose one of 'no_shard', 'optim'"):
+            weft.fully_shard(block, mesh=mesh, outer_strategy=outer)
+    with refused(ValueError, "outer_strategy='optim' with strategy='no_shard'", "a stronger strategy"):
+        weft.fully_shard(block, mesh=mesh, strategy="no_shard", outer_strategy="optim")
+    with refused(ValueError, "is for 1 mesh axes, but the mesh has 2", "one placement per axis"):
+        weft.fully_shard(block, mesh=mesh, strategy=weft.Placements(Shard(0), Shard(0), Shard(0)))
+    with refused(ValueError, "on the outer axis: choose one of no_shard", "optim"):
+        weft.Placements(*[[Shard(0), Shard(0)]] * 3)
+    for gradient in ([Shard(0)], [Shard(0)] * 3):
+        with refused(ValueError, "one placement per mesh axis each, for one or two axes"):
+            weft.Placements([Replicate(), Shard(0)], gradient, [Replicate(), Shard(0)])
+    with refused(ValueError, "for one or two axes"):
+        weft.Placements(*[[Replicate(), Replicate(), Shard(0)]] * 3)
+
+
+def test_a_parameter_s_own_mesh_is_one_of_the_module_s_device_and_needs_no_number_of_ranks(world):
+    world(0, 4)
+    whole, half, equal = (DeviceMesh("cpu", ranks) for ranks in ([0, 1, 2, 3], [0, 1], [0, 1, 2, 3]))
+
+    def sharded(own, reshard=None) -> nn.Linear:
+        chosen = SimpleNamespace(placement=Shard(0), mesh_info=SimpleNamespace(mesh=own, dp_mesh_dims=None))
+        return weft.fully_shard(
+            nn.Linear(4, 4), mesh=whole, reshard_after_forward=reshard, shard_placement_fn=lambda parameter: chosen
+        )
+
+    with refused(ValueError, "returned a mesh on cuda, but the module's mesh is on cpu"):
+        sharded(SimpleNamespace(device_type="cuda"))
+    with refused(ValueError, "reshard_after_forward=2 where shard_placement_fn gives parameters their own mesh"):
+        sharded(half, 2)
+    for reshard in (None, True, False):
+        assert sharded(half, reshard).weight.device_mesh == half
+    assert unit_of(sharded(equal, 2)).reshard_after_forward is True
 
 
 @distributed(2)
@@ -99,8 +147,9 @@ def test_options_that_cannot_be_honoured_are_refused_and_not_ignored():
         weft.fully_shard(block, gradient_divide_factor="2")
     with refused(TypeError, "mesh='cpu'", "DeviceMesh", "None"):
         weft.fully_shard(block, mesh="cpu")
-    with refused(TypeError, "dp_mesh_dims='shard'", "weft.DataParallelMeshDims"):
-        weft.fully_shard(block, dp_mesh_dims="shard")
+    for dims in ("shard", SimpleNamespace(shard="dp"), SimpleNamespace(replicate="dp")):
+        with refused(TypeError, f"dp_mesh_dims={dims!r}", "weft.DataParallelMeshDims"):
+            weft.fully_shard(block, dp_mesh_dims=dims)
     with refused(TypeError, "runtime={}", "weft.RuntimeOptions"):
         weft.fully_shard(block, runtime={})
     with refused(TypeError, "shard_placement_fn=Shard(dim=0)", "function"):
@@ -112,12 +161,13 @@ def test_options_that_cannot_be_honoured_are_refused_and_not_ignored():
     sharded = weft.fully_shard(block)
     with refused(ValueError, "set_requires_all_reduce(False)", "set_requires_gradient_sync"):
         sharded.set_requires_all_reduce(False)
-    for factor in (-1, 0, float("nan"), float("inf")):
-        with refused(ValueError, f"gradient divide factor {factor}", "positive", "finite"):
-            sharded.set_gradient_divide_factor(factor)
-    for factor in ("2", True, [2]):
-        with refused(TypeError, f"gradient divide factor {factor!r}", "positive number"):
-            sharded.set_gradient_divide_factor(factor)
+    for set_factor in (sharded.set_gradient_divide_factor, sharded.set_reduce_scatter_divide_factor):
+        for factor in (-1, 0, float("nan"), float("inf")):
+            with refused(ValueError, f"gradient divide factor {factor}", "positive", "finite"):
+                set_factor(factor)
+        for factor in ("2", True, [2]):
+            with refused(TypeError, f"gradient divide factor {factor!r}", "positive number"):
+                set_factor(factor)
     with refused(TypeError, "set_all_reduce_hook('sum')", "function"):
         sharded.set_all_reduce_hook("sum")
 
@@ -182,6 +232,10 @@ def test_the_default_mesh_is_on_the_device_of_what_is_sharded():
     linear._parameters = {"scale": OnCuda(torch.ones(1)), **linear._parameters}
     weft.fully_shard(linear, ignored_params=[linear.scale])
     assert linear.weight.device_mesh.device_type == "cpu"
+    linear = nn.Linear(2, 2)
+    linear.weight = OnCuda(linear.weight.detach())
+    with refused(ValueError, "'weight' of Linear is on cuda, the mesh is for cpu", "move the module to cpu"):
+        weft.fully_shard(linear, mesh=init_device_mesh("cpu", (2,)))
 
 
 @distributed(2)
@@ -208,6 +262,8 @@ def test_only_sharded_modules_of_the_same_model_are_prefetched():
         for layer in net:
             weft.fully_shard(layer)
         net[0].set_modules_to_forward_prefetch([net[1]])  # before the root is sharded, too
+        around = weft.fully_shard(nn.Sequential(weft.fully_shard(nn.Linear(2, 2))))
+        net[0].set_modules_to_forward_prefetch([around[0]])
         return weft.fully_shard(net)
 
     net, other = two_units(), two_units()
@@ -226,6 +282,10 @@ def test_only_sharded_modules_of_the_same_model_are_prefetched():
 def test_embeddings_with_sparse_gradients_are_refused(kind):
     with refused(ValueError, f"{kind.__name__}(sparse=True), 0", "sparse=False", "ignored_params"):
         weft.fully_shard(nn.Sequential(kind(8, 4, sparse=True), nn.Linear(4, 4)))
+    with refused(ValueError, f"{kind.__name__}(sparse=True), the module itself"):
+        weft.fully_shard(kind(8, 4, sparse=True))
+    ignored = kind(8, 4, sparse=True)
+    weft.fully_shard(nn.Sequential(ignored, nn.Linear(4, 4)), ignored_params=[ignored.weight])
     frozen = kind(8, 4, sparse=True).requires_grad_(False)
     net = weft.fully_shard(nn.Sequential(frozen, nn.Linear(4, 4)))
     net(torch.arange(8).view(4, 2)).sum().backward()
@@ -339,6 +399,16 @@ def test_a_model_without_sharded_modules_has_no_report():
     for report in (weft.describe, weft.memory_report):
         with refused(ValueError, "Block has no sharded module", "fully_shard"):
             report(nets.Block(4, 4))
+
+
+def test_only_a_sharded_module_has_a_plan(world):
+    world(0, 2)
+    with refused(TypeError, "got generator, not a module"):
+        plan_of(nets.Block(4, 4).parameters())
+    with refused(ValueError, "Block has no sharded module", "fully_shard"):
+        plan_of(nets.Block(4, 4))
+    with refused(ValueError, "Sequential is not sharded itself", "last called"):
+        plan_of(nn.Sequential(weft.fully_shard(nets.Block(4, 4))))
 
 
 def test_reports_and_marks_name_what_they_got():

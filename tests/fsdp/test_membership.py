@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
@@ -217,7 +218,7 @@ class Margin(nn.Module):
         return nets.loss_of(net, batch) * self.scale
 
 
-@pytest.mark.parametrize("care", ["none", "hook", "ddp", "fsdp2", "no model"])
+@pytest.mark.parametrize("care", ["none", "hook", "ddp", "replicate", "fsdp2", "no model"])
 @distributed(2)
 def test_parameters_of_a_loss_beside_the_model_get_a_warning_unless_something_reduces_their_gradients(care):
     batch = nets.data(1, 8)[0]
@@ -226,6 +227,8 @@ def test_parameters_of_a_loss_beside_the_model_get_a_warning_unless_something_re
         loss.scale.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad, op=dist.ReduceOp.AVG))
     if care == "fsdp2":
         torch.distributed.fsdp.fully_shard(loss, mesh=init_device_mesh("cpu", (2,)))
+    if care == "replicate":
+        replicate(loss)
     wrapped = nn.parallel.DistributedDataParallel(loss) if care == "ddp" else loss
     said = []
     with patch.object(inventory.log, "warning", lambda text, *args: said.append(text % args)):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.fsdp.construction.first_values import bring_buffers
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -134,6 +135,33 @@ def test_assigned_state_dicts_are_copied_for_any_cuts():
         on_meta().load_state_dict(narrow, assign=True)
     with pytest.raises(RuntimeError, match="size mismatch for table"):
         on_meta().load_state_dict({**full, "table": torch.ones(2, 7)}, assign=True)
+
+
+def test_an_assigned_state_dict_may_lack_names_and_replaces_what_is_ignored(world):
+    world(0, 2)
+    net = nn.Linear(4, 4)
+    weft.fully_shard(net, ignored_params=[net.bias])
+    weight, bias = net.weight, torch.ones(4, dtype=torch.float64)
+    assert net.load_state_dict({"bias": bias}, assign=True, strict=False).missing_keys == ["weight"]
+    assert net.weight is weight and net.bias.dtype == torch.float64 and net.bias.data_ptr() == bias.data_ptr()
+
+
+def test_buffers_on_meta_stay_there_when_those_of_the_host_are_brought():
+    module = nn.Module()
+    module.register_buffer("offset", torch.empty(3, device="meta"))
+    bring_buffers([module], torch.device("cuda"))
+    assert module.offset.is_meta
+
+
+def test_what_is_filled_whole_and_then_sliced_is_trained_if_it_was(world):
+    world(0, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for trained in (True, False):
+        with torch.device("meta"):
+            net = nn.Linear(4, 4).requires_grad_(trained)
+        net.weight = nn.Parameter(distribute_tensor(net.weight.data, mesh["tp"], [Shard(0)]), trained)
+        weft.fully_shard(net, mesh=mesh["dp"])
+        assert [parameter.requires_grad for parameter in net.parameters()] == [trained] * 2
 
 
 @distributed(2)

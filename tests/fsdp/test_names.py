@@ -114,6 +114,22 @@ def test_a_strategy_that_shards_parameters_needs_an_axis_to_shard_over():
         assert whole == (given != {"strategy": "optim"})
 
 
+def test_the_named_axes_of_a_larger_mesh_are_the_axes_of_parameters(world):
+    world(0, 8)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    for given, ranks in (
+        ({"shard": "cp"}, [0, 2]),
+        ({"shard": ("dp", "cp")}, [0, 2, 4, 6]),
+        ({"shard": "cp", "replicate": "dp"}, [[0, 2], [4, 6]]),
+        ({"replicate": "dp"}, [0, 4]),
+    ):
+        net = weft.fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=weft.DataParallelMeshDims(**given))
+        assert net.weight.device_mesh.mesh.tolist() == ranks
+    with pytest.raises(ValueError, match=r"names the axis 'dp': choose from the axes \(\) of the mesh"):
+        nameless = init_device_mesh("cpu", (8,))
+        weft.fully_shard(nn.Linear(4, 4), mesh=nameless, dp_mesh_dims=weft.DataParallelMeshDims(shard="dp"))
+
+
 @distributed(2)
 def test_no_names_of_axes_may_be_an_empty_tuple():
     """As in torch, where programs pass the names of the axes that are larger than 1."""

@@ -231,10 +231,11 @@ def test_a_parameter_that_comes_quantized_keeps_the_attributes_that_were_set_on_
     net = Adapted(packed=True)
     weft.keep_dtype(net.base.weight)
     net.base.weight.note = "frozen"
+    net.base.bias = nn.Parameter(torch.empty(64, device="meta"))  # `reset_parameters` fills it, and sees a plain weight
     weft.fully_shard(net, mp_policy=weft.MixedPrecisionPolicy(param_quantization=rowwise()))
     assert net.base.weight.note == "frozen" and not hasattr(net.base.weight, "payload")
     recipes = {each.name: group.recipe.quantization for group in net._weft_unit.groups for each in group.parameters}
-    assert recipes == {"base.weight": None, "down.weight": rowwise(), "up.weight": rowwise()}
+    assert recipes == {"base.weight": None, "base.bias": None, "down.weight": rowwise(), "up.weight": rowwise()}
 
 
 @distributed(2)

@@ -343,6 +343,8 @@ def test_what_is_said_before_the_root_is_sharded_holds_in_its_model():
     assert runtime is net._weft_driver.engine
     assert (runtime.options.max_live_reduce_buffers, runtime.reductions.most_alive) == (4, 4)
     assert runtime.options.separate_all_gather_group and runtime.channels.separate
+    given, changed = weft.RuntimeOptions(separate_all_gather_group=True), weft.RuntimeOptions()
+    assert given.joined(given, changed).separate_all_gather_group, "an inner model's False does not count"
     assert runtime.options.bucket_bytes == 0
     weft.fully_shard(alone := nn.Sequential(weft.fully_shard(nn.Linear(4, 4))), runtime=weft.RuntimeOptions())
     assert alone._weft_driver.engine.options == weft.RuntimeOptions()

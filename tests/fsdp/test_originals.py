@@ -9,6 +9,7 @@ from torch import nn
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.errors import WeightsGone
 
 HELD = r"'up.weight' of .*Block.* is a parameter from before fully_shard.*Build the optimizer after fully_shard"
 
@@ -86,6 +87,17 @@ def test_a_parameter_of_a_model_that_has_gone_is_refused_by_name():
         other.weight = held
         with pytest.raises(ValueError, match=r"'weight' of Linear is already sharded, by a unit that no longer exists"):
             weft.fully_shard(other)
+
+
+def test_a_gathered_parameter_of_a_model_that_has_gone_is_refused(world):
+    world(0, 2)
+    model = weft.fully_shard(nn.Linear(4, 4, bias=False))
+    model.unshard()
+    held = model.weight
+    model.reshard()
+    del model
+    with pytest.raises(WeightsGone, match=r"^a parameter of a model that no longer exists is read after"):
+        held + 1
 
 
 @distributed(2)

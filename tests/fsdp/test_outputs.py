@@ -224,6 +224,23 @@ def test_arguments_that_a_unit_fills_are_the_caller_s():
     assert seen == [torch.bfloat16] and carrier.other == torch.float32
 
 
+def test_lists_and_dicts_of_differentiable_inputs_are_the_caller_s_after_the_call(world):
+    class Fills(nn.Linear):
+        def forward(self, given):
+            y = super().forward(given["rows"][0])
+            given["rows"].append(y)
+            given["output"] = y
+            del given["unused"]
+            return y
+
+    world(0, 2)
+    x = torch.ones(2, 4, requires_grad=True)
+    given = {"rows": (rows := [x]), "unused": x}
+    y = weft.fully_shard(Fills(4, 4))(given)
+    assert [*given] == ["rows", "output"] and given["rows"] is rows and given["output"] is y
+    assert len(rows) == 2 and rows[0] is x and rows[1] is y
+
+
 @distributed(2)
 def test_hidden_outputs_do_not_keep_a_graph_alive():
     net = weft.fully_shard(Wraps(Slots))

@@ -70,6 +70,8 @@ def test_what_is_no_process_group_is_refused():
     for wrong in ("yes", ["yes"], 1):
         with pytest.raises(TypeError, match=r"separate_all_gather_group=.*: choose True or False, or pass a list of"):
             weft.RuntimeOptions(separate_all_gather_group=wrong)
+    listed, other = (weft.RuntimeOptions(separate_all_gather_group=groups) for groups in ([], ()))
+    assert listed == other and hash(listed) == hash(other)
 
 
 @distributed(2)

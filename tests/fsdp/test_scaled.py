@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -13,6 +14,8 @@ import weft
 from tests.fsdp import nets, scaled
 from tests.pool import distributed
 from weft.fsdp import weight_gradient
+from weft.fsdp.gradients.direct import local_part
+from weft.fsdp.gradients.products import is_scaled
 from weft.moe import GroupedExperts
 from weft.quantize import blockwise, mx, nvfp4, rowwise, scaled_product, tensorwise
 
@@ -148,40 +151,45 @@ def test_transposed_codes_are_kept_beside_the_others_and_change_nothing_else():
 
 
 class Writing(torch.autograd.Function):
-    """A linear layer that writes its weight gradient itself, as a fused kernel does."""
+    """A linear layer that writes its weight gradient itself, as a fused kernel does, or `returns` it."""
 
     @staticmethod
-    def forward(ctx, x, weight):
+    def forward(ctx, x, weight, returns):
         ctx.save_for_backward(x)
-        ctx.weight = weight
+        ctx.weight, ctx.returns = weight, returns
         return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, dy):
         (x,), weight = ctx.saved_tensors, ctx.weight
         gradient = dy.flatten(0, -2).t() @ x.flatten(0, -2)
+        if ctx.returns:
+            return dy @ weight, gradient, None
         if hasattr(weight, "main_grad"):
             weight.main_grad.add_(gradient)
             weight.grad_added_to_main_grad = True
         else:
             buffer, accumulate = weight_gradient(weight)
             (buffer.add_ if accumulate else buffer.copy_)(gradient)
-        return dy @ weight, None
+        return dy @ weight, None, None
 
 
 class Fused(nn.Linear):
+    returns = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Writing.apply(x, self.weight)
+        return Writing.apply(x, self.weight, self.returns)
 
 
 @pytest.mark.slow
 @distributed(2)
-def test_weight_gradients_that_modules_write_are_those_of_plain_products():
+def test_weight_gradients_that_modules_write_or_return_are_those_of_plain_products():
     found = []
-    for way in ("product", "weight_gradient", "main_grad"):
+    for way in ("product", "weight_gradient", "main_grad", "returned"):
         net = Net()
         if way != "product":
             net.layers[1].__class__ = Fused
+            net.layers[1].returns = way == "returned"
         if way == "main_grad":
             net.layers[1].weight.grad_added_to_main_grad = False
         policy = weft.MixedPrecisionPolicy(BF16, FP32, param_quantization=tensorwise(compute="scaled"))
@@ -218,6 +226,43 @@ def test_other_uses_of_a_quantized_weight_are_refused():
         weft.fully_shard(parallel, mesh=tp["dp"], mp_policy=policy)
     only = weft.fully_shard(nn.Bilinear(32, 32, 32), mp_policy=policy)
     assert [group.recipe.quantization for group in only._weft_unit.groups] == [None], "of no linear layer"
+
+
+def test_operators_that_would_lose_scales_or_gradients_of_a_quantized_weight_are_refused(world):
+    world(0, 2)
+    net = nn.Linear(32, 32, bias=False)
+    net.stack = nn.Parameter(torch.zeros(2, 32, 32))
+    recipe = tensorwise(compute="scaled")
+    policy = weft.MixedPrecisionPolicy(BF16, param_quantization=recipe, quantize=lambda name, parameter: True)
+    weft.fully_shard(net, mp_policy=policy).unshard()
+    x, ends = torch.ones(2, 32, dtype=BF16), torch.tensor([1, 2], dtype=torch.int32)
+    with torch.no_grad():
+        assert (x @ net.weight).shape == (2, 32), "the gradient of an input"
+        for use, what in (
+            (lambda: torch.matmul(net.weight, x.t()), "matmul of 'weight'"),
+            (lambda: torch.matmul(x, net.stack), "matmul of 'stack'"),
+            (lambda: net.weight.T, "T of 'weight'"),
+            (lambda: torch._grouped_mm(x, net.stack, ends, out_dtype=BF16), "_grouped_mm of 'stack'"),
+        ):
+            with pytest.raises(TypeError, match=f"^{what} of the root .*only linear and grouped products"):
+                use()
+    with pytest.raises(TypeError, match=r"^matmul of 'weight'"):  # its gradient would be lost
+        torch.matmul(x, net.weight)
+
+
+def test_a_rank_s_part_of_a_stack_of_experts_stays_quantized(world):
+    world(0, 2)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    stack = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(0))
+    experts = nn.Module()
+    experts.multiplied_parameters = ("weight",)
+    experts.weight = nn.Parameter(DTensor.from_local(stack, mesh["ep"], [Shard(0)], run_check=False))
+    policy = weft.MixedPrecisionPolicy(param_quantization=tensorwise(compute="scaled"))
+    weft.fully_shard(experts, mesh=mesh["dp"], mp_policy=policy).unshard()
+    part, x = local_part(experts.weight), torch.ones(4, 32)
+    assert is_scaled(part) and part.dtype == torch.float8_e4m3fn
+    ends = torch.tensor([2, 4], dtype=torch.int32)
+    torch.testing.assert_close(torch._grouped_mm(x, part, ends), torch._grouped_mm(x, stack, ends), rtol=0.1, atol=1.0)
 
 
 @pytest.mark.parametrize("compute", ["dequantize", "scaled"])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from tests.fsdp import nets
 from tests.fsdp.failing import Oops, fails_later, throw
+from tests.pool import distributed
+from weft.errors import WeightsWritten
+from weft.fsdp import hooks
 from weft.fsdp import unit as weights
 from weft.fsdp.driver import UNTIL_BACKWARD, USER, Hold
 from weft.fsdp.gradients import group as gradients
@@ -25,10 +29,12 @@ from weft.fsdp.gradients.group import GroupGradients, Where
 from weft.fsdp.parameter import SHARDED
 from weft.fsdp.runtime import passes
 from weft.fsdp.runtime.passes import Pass, Passes
+from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import State, Unit
 from weft.layout.trace import Event, Trace
 from weft.memory.pool import Pool
+from weft.quantize import mx
 
 
 @pytest.fixture
@@ -181,7 +187,8 @@ def test_a_unit_goes_where_the_table_says(state, event, cause, net, walked):
     assert (state, event, weights.TRANSITIONS[state, event]) in mine
     for (_, _, before), (after, _, _) in pairwise(mine):
         assert before is after
-    assert mine[-1][2] is net.blocks[1]._weft_unit.state
+    unit = net.blocks[1]._weft_unit
+    assert mine[-1][2] is unit.state and unit.resident is (unit.state is not State.AT_REST)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
@@ -274,6 +281,61 @@ def test_who_has_the_same_name_is_another_holder(net):
     assert list(unit.holders) == [USER, twin]
 
 
+def test_a_wait_for_an_unshard_whose_weights_a_pass_has_freed_gathers_them_again(net):
+    handle = net.blocks[1].unshard(async_op=True)
+    evaluate(net)
+    assert net.blocks[1]._weft_unit.state is State.AT_REST
+    handle.wait()
+    assert list(net.blocks[1]._weft_unit.holders) == [USER]
+
+
+class Lost:
+    """A message that never arrives."""
+
+    def wait(self) -> None:
+        raise Oops
+
+
+def test_an_unshard_whose_message_is_lost_holds_nothing_and_takes_no_memory(world):
+    world(0, 2)
+    owner, user = nn.Linear(32, 32), nn.Linear(32, 32)
+    user.weight = owner.weight
+    model = nn.Sequential(owner, user)
+    policy = weft.MixedPrecisionPolicy(param_quantization=mx())
+    for module in (owner, user, model):
+        weft.fully_shard(module, mp_policy=policy)
+    for module in (user, owner):
+        handle = module.unshard(async_op=True)
+        module._weft_unit.tickets.append(Lost())
+        with pytest.raises(Oops):
+            handle.wait()
+        assert not any(each._weft_unit.holders for each in model)
+        owner.reshard()
+        user.reshard()
+        assert not any(each["live"] for each in weft.memory_report(model)["transient"].values())
+
+
+def test_an_unshard_of_a_unit_whose_parameter_was_replaced_holds_nothing(net):
+    block = net.blocks[1]
+    block.up.weight = nn.Parameter(torch.zeros(29, 13))
+    with pytest.raises(RuntimeError, match=r"'up\.weight' of a sharded module was replaced"):
+        block.unshard()
+    assert not block._weft_unit.holders
+    block.unshard()
+    assert list(block._weft_unit.holders) == [USER]
+
+
+def test_weights_that_came_from_shards_kept_after_forward_are_stale_after_a_write(world):
+    world(0, 4)
+    net = nets.shard(nets.make(), reshard_after_forward=2)
+    net.set_reshard_after_backward(False)
+    backward(net)
+    units = [block._weft_unit for block in net.blocks]
+    assert not any(unit.is_stale for unit in units)
+    write(net)
+    assert all(unit.holders and unit.is_stale for unit in units)
+
+
 # --- holders ----------------------------------------------------------------------------------------------------------
 
 
@@ -358,6 +420,11 @@ def leak_in_a_schedule(net: nets.Net) -> None:
         runtime_of(net).use(net.blocks[1]._weft_unit, LEAK)
 
 
+def leak_in_an_evaluation_by_a_schedule(net: nets.Net) -> None:
+    with runtime_of(net).scheduled(visits([net.blocks[1]._weft_unit]), backward=False):
+        runtime_of(net).use(net.blocks[1]._weft_unit, LEAK)
+
+
 def leak_in_a_forward(net: nets.Net) -> None:
     with hooked(net.blocks[1], leaks):
         nets.loss_of(net, TOKENS)
@@ -376,7 +443,16 @@ def leak_in_a_backward(net: nets.Net) -> None:
         nets.loss_of(net, TOKENS).backward()
 
 
-@pytest.mark.parametrize("cause", [leak_in_a_forward, leak_in_an_evaluation, leak_in_a_backward, leak_in_a_schedule])
+LEAKS = [
+    leak_in_a_forward,
+    leak_in_an_evaluation,
+    leak_in_a_backward,
+    leak_in_a_schedule,
+    leak_in_an_evaluation_by_a_schedule,
+]
+
+
+@pytest.mark.parametrize("cause", LEAKS)
 def test_a_leaked_hold_is_found_at_the_end_of_the_pass_with_its_name(cause, net):
     with pytest.raises(RuntimeError, match=r"blocks\.1 \(Block\): .* still held by a driver that forgets"):
         cause(net)
@@ -384,6 +460,66 @@ def test_a_leaked_hold_is_found_at_the_end_of_the_pass_with_its_name(cause, net)
     at_rest(net)
     backward(net)
     at_rest(net)
+
+
+class TriesAgain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.child(x)
+        except Oops:
+            return self.child(x)
+
+
+def test_a_call_whose_inputs_cannot_be_prepared_leaves_nothing_to_the_next_call(world, monkeypatch):
+    """As those that memory ran out for, or that cannot be made again with other tensors."""
+    world(0, 2)
+    model, x = TriesAgain(), torch.ones(2, 4, requires_grad=True)
+    weft.fully_shard(model.child, reshard_after_forward=False)
+    weft.fully_shard(model)
+    unit, driver, marked = model.child._weft_unit, model.child._weft_driver, hooks._marked
+
+    def fails_once(*args: Any) -> Any:
+        if args[0].unit is not unit:
+            return marked(*args)
+        monkeypatch.setattr(hooks, "_marked", marked)
+        raise Oops
+
+    monkeypatch.setattr(hooks, "_marked", fails_once)
+    model(x).sum().backward()
+    assert not unit.holders and not unit.calls
+    monkeypatch.setattr(hooks, "_marked", fails_once)
+    with torch.autograd.profiler.profile(), pytest.raises(Oops):
+        model.child(x)
+    assert driver._stretch._range is None
+    with torch.no_grad():
+        model(x)
+    assert not unit.holders and not unit.calls and unit.state is State.AT_REST
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x), self.other(x)
+
+
+def test_weights_stay_where_they_are_while_a_second_backward_goes_through_a_forward(world):
+    world(0, 2)
+    model = weft.fully_shard(TwoOutputs())
+    unit = model._weft_unit
+    for first in (0, 1):
+        outputs, fixed = model(torch.ones(2, 4)), []
+        outputs[first].sum().backward()
+        assert not unit.calls
+        outputs[1 - first].register_hook(lambda gradient, fixed=fixed: fixed.append(unit.gathered[0].is_fixed()))
+        outputs[1 - first].sum().backward()
+        assert fixed == [True] and not unit.calls
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -600,6 +736,89 @@ def test_the_passes_of_a_model_are_what_its_calls_are(around, net):
     look()
     assert seen[-2:] == [Pass.SCHEDULE, Pass.IDLE]
     at_rest(net)
+
+
+def test_the_trace_of_a_scheduled_evaluation_is_what_it_has_done(net):
+    runtime, units = runtime_of(net), [block._weft_unit for block in net.blocks]
+    with runtime.scheduled(visits(units), backward=False):
+        for unit in units[:2]:
+            runtime.use(unit, DRIVER)
+            runtime.done(unit, DRIVER)
+    assert runtime.gathers.traces["schedule"].uses == (1, 2)
+    at_rest(net)
+
+
+def test_a_schedule_inside_a_forward_or_a_backward_is_refused(net):
+    def schedule(*args: Any) -> None:
+        with runtime_of(net).scheduled(visits([])):
+            pass
+
+    x = torch.ones(1, requires_grad=True)
+    (other := 2 * x).register_hook(schedule)
+    with hooked(net.blocks[1], schedule):
+        for call in (lambda: evaluate(net), lambda: nets.loss_of(net, TOKENS), other.backward):
+            with pytest.raises(RuntimeError, match=r"cannot run inside a forward or backward .*: call it outside"):
+                call()
+    at_rest(net)
+    backward(net)
+    at_rest(net)
+
+
+def test_a_forward_that_goes_on_after_a_backward_inside_it_has_failed_is_refused(net):
+    def differentiate(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        x = torch.ones(2, 13, requires_grad=True)
+        (y := net.blocks[2](x)).register_hook(throw)
+        with pytest.raises(Oops):
+            torch.autograd.grad(y.sum(), x)
+
+    said = pytest.raises(RuntimeError, match="a backward inside a forward failed, and the forward continued")
+    with hooked(net.blocks[0], differentiate, behind=True), said:
+        nets.loss_of(net, TOKENS)
+    backward(net)
+    at_rest(net)
+
+
+def test_a_backward_that_runs_no_hook_of_the_model_is_one_of_its_passes_and_fails_like_one(net):
+    kept: list[torch.Tensor] = []
+    backward(net)
+    traces = runtime_of(net).gathers.traces
+    with hooked(net.blocks[1].down, lambda module, args: kept.append(module.weight.sum())):
+        for written in (False, True):
+            net(TOKENS)
+            before = traces["forward"]
+            full = net._weft_unit.groups[0].parameters[0].full
+            if written:
+                with torch.no_grad():
+                    full.mul_(2)
+                with pytest.raises(WeightsWritten):
+                    kept.pop().backward()
+            else:
+                kept.pop().backward()
+                assert traces["forward"] == before
+            assert runtime_of(net).passes.current is Pass.IDLE
+    backward(net)
+    at_rest(net)
+
+
+@distributed(2)
+def test_what_is_reduced_without_a_backward_after_one_that_failed_begins_at_rest():
+    """As torch's pipelining asks for it. What the failed backward has not reduced is no longer due."""
+    net = nets.shard(nets.make())
+    backward(net)
+    fails_in_backward(net)
+    with patch.object(Reductions, "reduce_group", side_effect=AssertionError("nothing waits for its reduction")):
+        weft.fully_shard.state(net)._root_post_backward_final_callback()
+    at_rest(net)
+    backward(net)
+    at_rest(net)
+
+
+def test_without_exchanges_a_rank_agrees_with_itself_on_its_captured_parts(world):
+    world(0, 2)
+    net = nets.shard(nets.make(), runtime=weft.RuntimeOptions(check_collectives=False))
+    table = runtime_of(net).graphs = Mock(failed=[False, True])
+    backward(net)
+    table.agree.assert_called_once_with([False, True])
 
 
 def fails_in_forward(net: nets.Net) -> None:

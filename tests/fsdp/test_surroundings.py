@@ -148,8 +148,12 @@ def test_what_is_refused_leaves_a_model_on_meta_as_it_was(world):
 def test_what_is_changed_under_unshard_counts_or_is_refused():
     net = nets.shard(nets.make())
     net.blocks[0].unshard()
-    with pytest.raises(ValueError, match=r"SGD got the gathered parameter 'norm.weight' of blocks.0.*reshard\(\)"):
-        torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(net.blocks[1].parameters(), lr=0.1)
+    gathered = r"SGD got the gathered parameter 'norm.weight' of blocks.0.*reshard\(\)"
+    for add in (optimizer.add_param_group, lambda group: torch.optim.SGD(group["params"], lr=0.1)):
+        with pytest.raises(ValueError, match=gathered):
+            add({"params": [*net.blocks[0].parameters()]})
+    assert len(optimizer.param_groups) == 1
     net.blocks[0].requires_grad_(False)
     net.blocks[0].reshard()
     assert not any(parameter.requires_grad for parameter in net.blocks[0].parameters())
@@ -168,6 +172,12 @@ def test_zero_grad_fills_the_gradients_that_are_there():
     net.zero_grad(set_to_none=False)
     assert all(parameter.grad is gradient for parameter, gradient in zip(net.parameters(), before))
     assert not any(nets.full(gradient).any() for gradient in before)
+    for gradient in before:
+        gradient.fill_(1)
+    net.unshard()  # other parameters are registered, without gradients
+    net.zero_grad(set_to_none=False)
+    net.reshard()
+    assert not any(nets.full(gradient).any() for gradient in before)
 
 
 @distributed(2)
@@ -178,6 +188,17 @@ def test_a_refused_switch_changes_no_unit():
     with pytest.raises(ValueError, match=r"set_requires_all_reduce\(False\)"):
         net.set_requires_all_reduce(False)
     assert all(unit.requires_all_reduce for unit in units_under(net))
+
+
+@distributed(2)
+def test_gradients_wait_for_the_reduction_over_replicas_if_a_backward_leaves_it_out():
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "shard"))
+    net = weft.fully_shard(nn.Linear(4, 4, bias=False), mesh=replicas)
+    for last in (False, True):
+        net.set_requires_all_reduce(last)
+        net(torch.full((1, 4), 1.0 + dist.get_rank())).sum().backward()
+        assert (net.weight.grad is not None) == last
+    torch.testing.assert_close(nets.full(net.weight.grad), torch.full((4, 4), 3.0))
 
 
 class Registered(nn.Module):

@@ -9,11 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import weft
+import weft.debug
 from tests.fsdp import nets, scaled
 from tests.fsdp.test_scaled import Net, assert_trains, is_chosen, rows, sharded
 from tests.pool import distributed
 from weft.comm import collectives
 from weft.comm.lanes import Lane
+from weft.errors import WeightsWritten
 from weft.quantize import mx, quantize
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -76,6 +78,23 @@ def test_both_copies_have_the_bytes_of_the_whole_weight():
                     weight.mul_(1.7), parameter.mul_(1.7)
 
 
+@distributed(2)
+def test_products_of_a_stack_read_the_copy_of_their_direction():
+    plain, net = Experts(), Experts()
+    weft.fully_shard(net, mp_policy=weft.MixedPrecisionPolicy(param_quantization=SCALED))
+    rows, others = (torch.linspace(-1, 2, 4 * 72).view(4, 72).requires_grad_() for _ in range(2))
+    with scaled.computing(plain, SCALED, FP32, lambda name: True) as model:
+        expected = model(rows)
+        expected.backward()
+    found = net(others)
+    found.backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(others.grad, rows.grad)
+    nets.assert_same(
+        {name: p.grad for name, p in net.named_parameters()}, {"one": plain.one.grad, "many": plain.many.grad}
+    )
+
+
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Bytes and channel of each gather from now on."""
     found, run = [], Lane.run
@@ -135,6 +154,20 @@ def test_meshes_of_two_axes_equal_one_process():
     for outer in ("no_shard", "optim"):
         for strategy in ("optim_grads", "optim_grads_params") if outer == "no_shard" else ("optim_grads_params",):
             assert_trains(SCALED, steps=1, mesh=mesh, outer_strategy=outer, strategy=strategy)
+
+
+def test_a_copy_that_replaces_another_is_no_write_and_hides_none(world):
+    world(0, 2)
+    policy = weft.MixedPrecisionPolicy(BF16, FP32, param_quantization=SCALED)
+    net = weft.fully_shard(nn.Linear(64, 64, bias=False), mp_policy=policy)
+    with weft.debug.guard_memory():
+        net.unshard()
+        net._weft_unit.choose_copy(True)
+        net.reshard()
+    net.unshard()
+    net.weight.detach().view(torch.uint8).zero_()
+    with pytest.raises(WeightsWritten, match=r"'weight' of the root .* was written to while it was gathered"):
+        net._weft_unit.choose_copy(False)
 
 
 class Recomputing(Net):

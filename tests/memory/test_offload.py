@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from tests.fsdp import nets
+from tests.fsdp.failing import Oops, fails_later
 from tests.fsdp.side_by_side import assert_same, batches, bottom_up, kinds, make, steps
 from tests.pool import distributed
 from weft.comm import streams
@@ -126,6 +127,29 @@ def test_memory_of_the_host_is_pinned_as_the_policy_says():
                 nets.loss_of(net, batch).backward()
         units = len(net.blocks) + 1
         assert [call.kwargs["pinned"] for call in taken.call_args_list] == [pins] * 3 * units
+
+
+@distributed(2)
+def test_what_a_failed_backward_has_downloaded_takes_no_memory_and_is_in_no_later_gradient():
+    plain, net = nets.make(), nets.shard(nets.make(), offload_policy=weft.CPUOffloadPolicy(pin_memory=False))
+    rows = nets.data(1, 4)[0]
+    nets.loss_of(net, rows).backward()
+    handle = net.embedding.register_forward_hook(fails_later)
+    with pytest.raises(Oops):
+        nets.loss_of(net, rows).backward()  # its gradients would be added
+    handle.remove()
+    net.reset_iter_state()
+    assert all(pool["live"] == 0 for pool in memory(net)["transient"].values())
+    for each in (plain, net):
+        for parameter in each.parameters():
+            parameter.grad = torch.ones_like(parameter).detach()
+    weft.optim.clip_grad_norm_(net, 1e9)  # copies them to the main gradients
+    for each in (plain, net):
+        nets.loss_of(each, rows).backward()
+    nets.assert_same(
+        {name: parameter.grad for name, parameter in net.named_parameters()},
+        {name: parameter.grad for name, parameter in plain.named_parameters()},
+    )
 
 
 @distributed(2)

@@ -376,6 +376,19 @@ def test_gradients_of_flat_tensors_are_those_of_the_parameters():
     assert calls == ["once"]
 
 
+@distributed(2)
+def test_a_held_gradient_of_a_flat_tensor_does_not_change_by_another_backward():
+    _, model = make_alike(Branch)
+    optimizer = weft.optim.flat(torch.optim.SGD, model, lr=0.1)
+    rows = torch.randn(4, 5)
+    model(here(rows)).square().mean().backward()
+    (held,) = [tensor.grad for group in optimizer.param_groups for tensor in group["params"]][:1]
+    before = held.to_local().clone()
+    optimizer.zero_grad()
+    model(here(2 * rows)).square().mean().backward()
+    torch.testing.assert_close(held.to_local(), before, rtol=0, atol=0)
+
+
 @pytest.mark.slow
 @distributed(2)
 def test_gradients_of_flat_tensors_span_the_slices_of_tensor_parallelism():

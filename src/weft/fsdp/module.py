@@ -361,8 +361,8 @@ def _to_prefetch(module: FSDPModule, method: str, modules: Any) -> "list[weakref
         # A module that is still a root may come under the same root in a later call of `fully_shard`.
         if other.root is not mine.root and other.root is not other and mine.root is not mine:
             raise ValueError(
-                f"{method} of {mine.unit.name or mine.unit.kind!r} got {other.unit.name or other.unit.kind!r}, which "
-                "is under another root: pass modules of the same model, after its root is sharded"
+                f"{method} of {mine.unit.name!r} got {other.unit.name!r}, which is under another root: "
+                "pass modules of the same model, after its root is sharded"
             )
     return [weakref.ref(other.unit) for other in found]
 

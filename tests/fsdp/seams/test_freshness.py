@@ -380,21 +380,24 @@ def test_weights_that_a_forward_writes_are_those_that_it_unshards(strategy):
     net, seen = nets.shard(nets.make(), strategy=strategy), []
 
     def write(module, args):
-        with torch.no_grad():
-            for parameter in net.blocks[0].parameters():
-                parameter.mul_(2)
-        net.blocks[0].unshard()
-        seen.append({name: value.detach().clone() for name, value in net.blocks[0].named_parameters()})
-        net.blocks[0].reshard()
+        for block in (net.blocks[0], net.blocks[2]):  # used before, and gathered ahead
+            with torch.no_grad():
+                for parameter in block.parameters():
+                    parameter.mul_(2)
+            block.unshard()
+            seen.append({name: value.detach().clone() for name, value in block.named_parameters()})
+            block.reshard()
 
     nets.loss_of(net, nets.data(1, 2)[0]).backward()
-    before = nets.whole(net.blocks[0].state_dict())
-    handle = net.blocks[1].register_forward_pre_hook(write)
+    before = [nets.whole(net.blocks[number].state_dict()) for number in (0, 2)]
     with torch.no_grad():
         nets.loss_of(net, nets.data(1, 2)[0])
+        handle = net.blocks[1].register_forward_pre_hook(write)
+        nets.loss_of(net, nets.data(1, 2)[0])
     handle.remove()
-    for name, value in seen[0].items():
-        torch.testing.assert_close(value, 2 * before[name], rtol=0, atol=0)
+    for found, values in zip(seen, before, strict=True):
+        for name, value in found.items():
+            torch.testing.assert_close(value, 2 * values[name], rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -441,6 +444,7 @@ class Early(nn.Sequential):
 
     factor: float | None = None
     unshards = False
+    unsharded: torch.Tensor
 
     def forward(self, x: torch.Tensor, *, leaves_out: bool = False) -> torch.Tensor:
         *modules, last = self
@@ -452,6 +456,7 @@ class Early(nn.Sequential):
                         last.weight.mul_(self.factor)
                 if self.unshards and not leaves_out:
                     last.unshard()
+                    self.unsharded = last.weight.detach().clone()
         return x if leaves_out else last(x)
 
 
@@ -473,8 +478,28 @@ def test_weights_that_a_forward_writes_before_their_update_are_quantized_with_th
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1)  # like an optimizer: all units must be updated
+    model[-1].unshard()
+    unsharded = model[-1].weight.detach().clone()
+    model[-1].reshard()
     model.factor = 8.0
     torch.testing.assert_close(model(rows), 8 * before)
+    model.unshards = True
+    torch.testing.assert_close(model(rows), 64 * before)
+    torch.testing.assert_close(model.unsharded, 64 * unsharded)
+
+
+@distributed(2, timeout=20)
+def test_weights_that_stay_gathered_are_renewed_as_a_pass_begins_and_not_by_the_ranks_that_use_them():
+    model, rows, others = early(), torch.randn(2, 32), dist.get_rank() == 1
+    model.set_reshard_after_backward(False)
+    before = model(rows)
+    before.sum().backward()
+    with torch.no_grad():
+        model[-1].weight.mul_(2)
+    after = model(rows, leaves_out=others)
+    if not others:
+        torch.testing.assert_close(after, 2 * before)
+    after.sum().backward()
 
 
 @pytest.mark.parametrize("options", [{"strategy": "optim"}, {"mp_policy": TENSORWISE}], ids=["optim", "tensorwise"])

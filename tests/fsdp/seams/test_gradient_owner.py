@@ -240,15 +240,21 @@ def test_a_gradient_that_the_user_set_is_added_to(strategy, microbatches):
             assert_gradients(sharded, plain)
 
 
+@pytest.mark.parametrize("holds", [False, True])
 @distributed(2)
-def test_a_gradient_that_the_user_has_dropped_is_not_added_to_beside_those_that_he_keeps():
+def test_a_gradient_that_the_user_has_dropped_is_not_added_to_beside_those_that_he_keeps(holds):
+    """`holds`: he still refers to the dropped ones."""
     plain, sharded = pair()
     first, second = nets.data(2, 4)
     backward(plain, sharded, tokens_loss, first)
+    dropped = (sharded.blocks[0].up.weight, sharded.embedding.weight) if holds else ()
+    held = [parameter.grad for parameter in dropped]
+    before = [gradient.to_local().clone() for gradient in held]
     for net in (plain, sharded):
         net.blocks[0].up.weight.grad = net.embedding.weight.grad = None
     backward(plain, sharded, tokens_loss, second)
     assert_gradients(sharded, plain)
+    assert all(torch.equal(gradient.to_local(), value) for gradient, value in zip(held, before))
 
 
 @distributed(2)

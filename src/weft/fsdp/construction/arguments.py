@@ -110,7 +110,7 @@ class Request:
             return choice.placement, self.mesh, self.replicas
         own, dims = choice.mesh_info.mesh, choice.mesh_info.dp_mesh_dims
         replicas = _axes_of(dims) if dims is not None else ()
-        if own is self.mesh or own == self.mesh:
+        if own == self.mesh:
             return choice.placement, self.mesh, replicas
         reshard = self.reshard_after_forward
         if isinstance(reshard, int) and not isinstance(reshard, bool):

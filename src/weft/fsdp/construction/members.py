@@ -167,7 +167,7 @@ def _refuse_sparse(owners: dict[nn.Module, str], found: dict[nn.Parameter, Slot]
     for module, prefix in owners.items():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             weight = module._parameters.get("weight")
-            if weight is not None and weight in found and weight.requires_grad:
+            if weight in found and weight.requires_grad:
                 where = prefix.removesuffix(".") or "the module itself"
                 raise ValueError(
                     f"{type(module).__name__}(sparse=True), {where}: gradients of sharded parameters are dense; build "

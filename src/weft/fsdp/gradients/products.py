@@ -161,8 +161,7 @@ def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantizati
     assert record is not None, "a quantized weight outlived its model"
     group = record.group
     with torch._C.DisableTorchFunctionSubclass():
-        if len(group.copies) > 1 and group.copy != backward:
-            record.unit.choose_copy(backward)
+        record.unit.choose_copy(backward)
         codes, full = codes.view(torch.uint8), group.full.local
         return group.payload.operand(codes, full, record.number, group.copy, backward=backward)
 

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge
-from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -222,9 +221,6 @@ def _owners(parameter: nn.Parameter, parents: dict[nn.Module, list[nn.Module]]) 
 
 
 def _is_managed(owners: Sequence[nn.Module], parents: dict[nn.Module, list[nn.Module]]) -> bool:
-    """Return whether a data-parallel wrapper or `replicate` of torch reduces gradients of parameters of `owners`."""
-    for module in (*owners, *_above(owners, parents)):
-        registered = vars(module).get(REGISTRY_KEY, {})
-        if isinstance(module, _WRAPPERS) or "replicate" in registered:
-            return True
-    return False
+    """Return whether a data-parallel wrapper of torch, such as one that `replicate` has made, reduces gradients of
+    parameters of `owners`."""
+    return any(isinstance(module, _WRAPPERS) for module in (*owners, *_above(owners, parents)))
