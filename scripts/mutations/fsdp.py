@@ -525,7 +525,7 @@ MUTATIONS = [
         "views[each.number].zero_()",
         "pass",
         SEAMS + "test_gradient_owner.py::"
-        "test_a_gradient_that_the_user_has_dropped_is_not_added_to_beside_those_that_he_keeps[2]",
+        "test_a_gradient_that_the_user_has_dropped_is_not_added_to_beside_those_that_he_keeps[2-False]",
     ),
     Mutation(
         "a weight whose main_grad no module used has a gradient of zeros",
