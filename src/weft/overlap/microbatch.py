@@ -66,7 +66,7 @@ def checked_microbatches(microbatches: Any, *, labels: bool = True) -> list[Micr
     if found is None:
         raise TypeError("got one dict as microbatches: pass a sequence of them, such as [microbatch]")
     if not found:
-        raise ValueError("got no microbatches: pass at least one, such as (tokens, labels)")
+        raise ValueError("got no microbatches: pass at least one pair of tokens and labels")
     return [_checked(number, each, labels) for number, each in enumerate(found)]
 
 
