@@ -218,6 +218,7 @@ LINEAR, BIASLESS = partial(nn.Linear, 40, 40), partial(nn.Linear, 40, 40, bias=F
 WAYS = {
     "updates in another order, one unit unused": (LINEAR, {"strategy": "optim"}, in_order(2, 0, 3), None),
     "updates with an upload and a cast": (LINEAR, {"strategy": "optim_grads", **OFFLOADED}, None, None),
+    "updates without messages, with an upload and a cast": (LINEAR, {"strategy": "no_shard", **OFFLOADED}, None, None),
     "updates after a step, by an evaluation": (LINEAR, {"strategy": "optim_grads"}, None, evaluated),
     "some gradients wait for another backward": (LINEAR, {}, None, some_wait),
     "weights that stay are renewed": (LINEAR, {}, None, None),
@@ -289,15 +290,19 @@ def test_a_first_backward_whose_gradients_all_wait_for_their_turn_does_not_keep_
         assert gradients["plans"] == 2 and gradients["fallbacks"] == 0, how
 
 
+@pytest.mark.parametrize("holds", [False, True])
 @distributed(2)
-def test_an_evaluation_before_the_first_step_plans_no_memory_for_a_recomputation_of_all_layers():
+def test_an_evaluation_before_the_first_step_plans_no_memory_for_a_recomputation_of_all_layers(holds):
+    """`holds`: the user holds the weights of one layer meanwhile."""
     net = Stack(recomputed(reentrant=False, together=8))
     weft.fully_shard(net, runtime=weft.RuntimeOptions(bucket_bytes=0))
     with torch.no_grad():
         net(torch.ones(2, 40))
+    if holds:
+        net.layers[3].unshard()
     for _ in range(3):
         net(torch.ones(2, 40)).sum().backward()
-    assert weft.memory_report(net)["transient"]["gathered weights"]["fallbacks"] == 0
+    assert holds or weft.memory_report(net)["transient"]["gathered weights"]["fallbacks"] == 0
 
 
 @distributed(2)

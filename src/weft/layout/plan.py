@@ -80,6 +80,11 @@ class UnitFacts:
     gradients: tuple[GradientFacts | None, ...] = ()
     addressed: bool = True
 
+    @property
+    def updates(self) -> bool:
+        """Whether updates of separate model weights send messages or take memory."""
+        return self.refreshed + self.updating > 0
+
     def contains(self, unit: "UnitFacts") -> bool:
         """Return whether `unit` is this unit or is inside its modules. The root, whose name is "", contains all."""
         return unit is self or not self.name or unit.name.startswith(f"{self.name}.")

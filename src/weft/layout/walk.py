@@ -206,7 +206,7 @@ class Walk:
                 unit.drop_shard()
                 unit.free()
             first = self.units[trace.uses[0] if trace.uses and trace.kind != "schedule" else 0].facts
-            if any(unit.facts.refreshed for unit in self.units):
+            if any(unit.facts.updates for unit in self.units):
                 self.refreshes.ahead.update((unit, None) for unit in self.units if first.contains(unit.facts))
             for unit in self.units:
                 if unit.holders and unit.stale:
@@ -273,7 +273,7 @@ class Walk:
         if any(event.what == "ready" and event.detail for event in trace.events):  # an optimizer step may follow
             self.refreshes.fresh.clear()
             for unit in self.units:
-                unit.stale |= bool(unit.facts.refreshed) or (kind != "accumulation" and any(unit.groups))
+                unit.stale |= unit.facts.updates or (kind != "accumulation" and any(unit.groups))
         for unit in self.units:
             if kind != "forward" or not self._gathers.stays(unit):
                 unit.free()
@@ -298,14 +298,14 @@ class _Refreshes(RefreshOrder):
         self._walk = walk
 
     def is_outdated(self, unit: _Unit) -> bool:
-        return bool(unit.facts.refreshed) and unit.number not in self.fresh
+        return unit.facts.updates and unit.number not in self.fresh
 
     def refresh(self, unit: _Unit) -> None:
         if self.is_outdated(unit):
             self.fresh.add(unit.number)
             unit.staging += unit.facts.updating
             self._walk.take(WEIGHTS, unit.facts.updating)
-            self._walk.act("refresh", (unit.number,), unit.facts.refreshed)
+            self._walk.act("refresh", (unit.number,), unit.facts.refreshed or None)
 
 
 class _Group:

@@ -208,7 +208,8 @@ class Pool:
     def end_step(self, foreseen: Iterable[Sequence[Transient]] = (), *, learns: bool = False) -> None:
         """End a step. If the pool is `outdated`, make a new plan, unless views of a buffer are in use (`is_fixed`).
         Does nothing while a buffer is alive. `foreseen`: sets of buffers that may be alive together in later steps.
-        `learns`: whether a first step may take more than later ones. If the second step shows this, plan it alone."""
+        `learns`: whether the steps under the first plan may have taken more than later ones will. If this step shows
+        it, the new plan is for this step alone."""
         if not self.planned or self._alive:
             return
         step, self._step = self._step, self._step + 1
@@ -244,9 +245,11 @@ class Pool:
 
     def drop_plan(self) -> None:
         """Let each buffer have its own memory until the end of this step, which makes a new plan. For a step that will
-        hold more buffers at once than all before it. Does nothing while a buffer is alive."""
-        if self.plan is not None and not self._alive:
-            self.plan, self._places, self.outdated = None, {}, True
+        hold more buffers at once than all before it. Buffers that are alive keep their places."""
+        if self.plan is not None:
+            self._places = {each: self._places[each] for each in self._alive if each in self._places}
+            self.plan = self.plan if self._places else None
+            self.outdated, self._changed = True, self._step
             self._neighbors.clear()
 
     def _note(self, alive: Sequence[Transient], step: int) -> None:

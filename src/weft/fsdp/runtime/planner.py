@@ -37,7 +37,7 @@ class Planner:
         """End a pass. If it differed from the memory plan, make a new plan, unless buffers are still in use."""
         weights = self.channels.weights
         weights.end_step(self._foreseen() if weights.outdated else ())
-        self.channels.gradients.end_step(learns=True)  # the first backward does not know the order of reductions
+        self.channels.gradients.end_step(learns=self.reductions.has_new_turns)
 
     def _foreseen(self) -> Iterator[list[Transient]]:
         """Yield sets of buffers that may be live together in the next step, whether or not it follows the plan."""
@@ -72,7 +72,7 @@ class Planner:
 
 
 def _facts(unit: Unit, bucket: Bucket | None) -> UnitFacts:
-    refreshing = [group for group in unit.groups if group.payload_only is None and group.refreshed_bytes]
+    refreshing = [group for group in unit.groups if group.payload_only is None and group.refreshes]
     double = [group for group in unit.groups if len(group.copies) > 1]
     return UnitFacts(
         unit.name,

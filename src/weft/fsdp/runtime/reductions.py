@@ -52,6 +52,7 @@ class Reductions(ReductionOrder):
         self.bucket_bytes = bucket_bytes
         self._planned: tuple[list[Due], list[tuple[int, ...]]] = ([], [])
         """The reductions that were due in the latest planned backward, and their turns."""
+        self.has_new_turns = False  # whether the latest backward began with other turns than the one before it
 
     @property
     def is_last(self) -> bool:
@@ -77,7 +78,8 @@ class Reductions(ReductionOrder):
             unit = self._units[number]
             if unit.trainable_groups and not self.defers(unit):
                 due.append(Due.of(number, map(_kind_and_bytes, unit.trainable_groups)))
-        if due != self._planned[0]:
+        self.has_new_turns = due != self._planned[0]
+        if self.has_new_turns:
             self._planned = due, turns_of(due, self.bucket_bytes)
         self.take_turns(self._planned[1])
 
