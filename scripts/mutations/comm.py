@@ -158,8 +158,8 @@ MUTATIONS = [
     Mutation(
         "registered gathers of a model outlive the model",
         "HangDetector.__init__",
-        "weakref.WeakKeyDictionary()",
-        "{}",
+        "self._joinable: MutableMapping[Any, dict[str, Join]] = weakref.WeakKeyDictionary()",
+        "self._joinable: MutableMapping[Any, dict[str, Join]] = {}",
         "comm/test_pruned.py::test_nothing_is_known_of_how_to_take_part_in_the_gathers_of_a_model_that_has_gone[2]",
     ),
     Mutation(

@@ -28,7 +28,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the slab is allocated on the stream on which a backward ends",
-        "Pool._adopt",
+        "Pool._resize_slab",
         "streams.on(self._home)",
         "streams.on(None)",
         "debug/test_checker.py::"

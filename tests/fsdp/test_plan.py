@@ -273,6 +273,15 @@ def test_the_plan_lists_what_a_rank_sends_to_three_others():
     compare("sums over one axis wait for another backward", LINEAR, {"mesh": mesh}, step=some_sums_wait)
 
 
+def test_an_update_over_two_axes_sends_all_weights_over_the_last_one_and_before_that_a_part(world):
+    world(0, 8)
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "shard"))
+    net = weft.fully_shard(nn.Linear(40, 40), mesh=mesh, strategy="optim_grads", outer_strategy="optim")
+    (group,) = net._weft_unit.groups
+    everything = group.model_weight.local.nbytes
+    assert group.refreshed_bytes == everything + everything // 4
+
+
 @pytest.mark.slow
 @distributed(2)
 def test_a_first_backward_whose_gradients_all_wait_for_their_turn_does_not_keep_their_memory():

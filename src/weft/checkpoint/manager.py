@@ -117,7 +117,7 @@ class CheckpointManager:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A running save is finished even if training failed. An error in the save must not hide the error in training.
         with suppress(CheckpointError) if kind else nullcontext():
-            self.close()
+            self._finish() if kind else self.close()  # ranks without an error may still use the connections
 
     def claim(self) -> None:
         """Become the only writer of the directory until `close`, and remove leftovers of killed saves and deletions.
@@ -200,17 +200,22 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait until the last save is committed or has failed. Then release the directory to other writers, and the
-        connections to other ranks. Later calls make new connections."""
+        connections to other ranks, which must close their managers too. Later calls make new connections."""
+        try:
+            self._finish()
+        finally:
+            if self._saving is None:  # unless the wait was interrupted
+                groups, self._groups = self._groups, None
+                for group in groups or ():
+                    destroy(group)
+
+    def _finish(self) -> None:
         try:
             self.wait()
         finally:
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
-            if self._saving is None:  # unless the wait was interrupted
-                groups, self._groups = self._groups, None
-                for group in groups or ():
-                    destroy(group)
 
     def steps(self) -> list[int]:
         """Return the steps of the committed checkpoints, oldest first."""

@@ -9,6 +9,7 @@ import numpy
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.utils._pytree import tree_map_only
 
 from weft.checkpoint.loading import SHOWN, CheckpointMismatch, Stored, shape_of
 from weft.comm.groups import exchange_objects
@@ -167,6 +168,8 @@ class OptimizerState:
         keys = self._given if self.is_flat else {name: number for number, name in enumerate(self.parameters)}
         own: dict[Any, dict[str, Any]] = {key: dict(state["state"].get(name, {})) for name, key in keys.items()}
         beside = {key: each for group in state["groups"] for key, each in group.get("beside", {}).items()}
+        device = next((each.device for each in self.parameters.values()), None)  # plain data is loaded to the CPU
+        beside = tree_map_only(torch.Tensor, lambda each: each.to(device), beside)
         self.optimizer.load_state_dict(
             {
                 "state": {key: each for key, each in own.items() if each or self.is_flat} | beside,
@@ -248,7 +251,8 @@ class RandomState:
         numpy.random.set_state(numpys)
         torch.set_rng_state(torchs)
         if cudas is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(cudas)  # before CUDA is initialized, torch keeps the state until then
+            torch.cuda.init()  # which would otherwise apply the last seed later, over this state
+            torch.cuda.set_rng_state(cudas)
 
     def load_from_other_ranks(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
         origin = state["generators"][2].numpy().tobytes()

@@ -73,6 +73,7 @@ class Ticket:
         of this transfer."""
         with suppress(CollectiveMismatch), watched(self._call):  # the next wait raises it again
             self.abandon()
+        self.abandon()  # if the mismatch was known before; otherwise this does nothing
 
     @property
     def ended(self) -> bool:

@@ -316,8 +316,9 @@ class ParameterGroup:
     def refreshed_bytes(self) -> int:
         """The bytes of the messages with which an update gathers the model weights; 0 if it gathers nothing."""
         sent, whole = 0, self.model_weight.local.nbytes * len(self.copies)
-        for axis in sorted(set(self.main_weight.axes) - set(self.model_weight.axes)) if self.refreshes else ():
-            sent, whole = sent + whole, whole // self.mesh.size(axis)  # first over the last axis: see `gather_in_place`
+        axes = sorted(set(self.main_weight.axes) - set(self.model_weight.axes), reverse=True) if self.refreshes else ()
+        for axis in axes:  # beginning with the last message, over the last axis: see `gather_in_place`
+            sent, whole = sent + whole, whole // self.mesh.size(axis)
         return sent
 
     @property

@@ -248,9 +248,11 @@ class Pool:
         hold more buffers at once than all before it. Buffers that are alive keep their places."""
         if self.plan is not None:
             self._places = {each: self._places[each] for each in self._alive if each in self._places}
-            self.plan = self.plan if self._places else None
             self.outdated, self._changed = True, self._step
             self._neighbors.clear()
+            if not self._places:
+                self.plan = None
+                self._resize_slab(0)  # otherwise it would exist beside the buffers' own memory
 
     def _note(self, alive: Sequence[Transient], step: int) -> None:
         """Note that these buffers are, or may be, alive together in `step`."""
@@ -271,15 +273,8 @@ class Pool:
         if self._slab is None:
             self._slab = torch.empty(0, dtype=torch.uint8, device=next(iter(self._met)).own.device)
         if self.slab_bytes != plan.nbytes:
-            storage = self._slab.untyped_storage()
-            with streams.on(self._home):
-                if storage.resizable():
-                    storage.resize_(0)  # so that the old and the new slab never exist together
-                else:  # shared with a NumPy array: other code may still read its places, so it stays
-                    storage, self._places = torch.UntypedStorage(0, device=self._slab.device), {}
-                storage.resize_(plan.nbytes)
+            self._resize_slab(plan.nbytes)
             self.allocations += 1
-            self._slab = self._slab.new_empty(0).set_(storage)  # keeps the storage, allocates nothing else
         known, self._places = self._places, {}
         self._neighbors.clear()
         for transient in self._met:
@@ -288,6 +283,17 @@ class Pool:
             old = known.get(transient)
             same = old is not None and old.storage_offset() == place.storage_offset()
             self._places[transient] = old if same else place  # type: ignore[assignment]
+
+    def _resize_slab(self, nbytes: int) -> None:
+        assert self._slab is not None
+        storage = self._slab.untyped_storage()
+        with streams.on(self._home):
+            if storage.resizable():
+                storage.resize_(0)  # so that the old and the new slab never exist together
+            else:  # shared with a NumPy array: other code may still read its places, so it stays
+                storage, self._places = torch.UntypedStorage(0, device=self._slab.device), {}
+            storage.resize_(nbytes)
+        self._slab = self._slab.new_empty(0).set_(storage)  # keeps the storage, allocates nothing else
 
     def _planned_place(self, transient: Transient) -> torch.Tensor | None:
         """Return the place of `transient` in the slab. None if it has no place, or cannot be there now."""

@@ -90,7 +90,7 @@ class HangDetector:
         self._all_joins = 0
         self._haste_until = 0.0
         self.issued = Issued()
-        self._ranks: dict[Any, tuple[int, ...]] = {}
+        self._ranks: MutableMapping[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._joinable: MutableMapping[Any, dict[str, Join]] = weakref.WeakKeyDictionary()
         self._call: Call | None = None
         self._since = 0.0
@@ -219,7 +219,8 @@ class HangDetector:
     def let_go(self) -> None:
         """Drop references to process groups of a world that has ended. They would keep gloo's threads alive."""
         if dist.group.WORLD is not self.world:
-            self.world, self._ranks = _NO_WORLD, {}
+            self.world = _NO_WORLD
+            self._ranks.clear()
 
     # --- run by the detector's thread ---------------------------------------------------------------------------------
 

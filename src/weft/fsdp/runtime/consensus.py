@@ -59,7 +59,7 @@ class Consensus:
         the groups that any rank trains. If the check fails, the next pass checks again."""
         if self.is_alone or not self._agreement.checks or (watch := helper.begin_pass()) is self._compared_under:
             return
-        said = []
+        said, most = [], max((group.ranks for group in self._groups), default=1)
         for unit in self._units:
             frozen = [" frozen and quantized" if group.payload_only else "" for group in unit.groups]
             sizes = [
@@ -68,7 +68,9 @@ class Consensus:
             ]
             name = unit.name or "the root"
             said.append(f"{name} ({', '.join([unit.kind, *sizes])})")
-            said += [f"{each.name} {list(each.sharded.shape)} of {name}" for g in unit.groups for each in g.parameters]
+            # Ranks that share only some meshes, as those of different experts, may have other parameters there.
+            groups = [group for group in unit.groups if group.ranks == most]
+            said += [f"{each.name} {list(each.sharded.shape)} of {name}" for g in groups for each in g.parameters]
         if graphs is not None:
             said.append(f"{len(graphs.failed)} parts of the model that are captured")
         trains = [any(p.requires_grad for p in map(SHARDED, group.parameters)) for group in self._groups]

@@ -75,7 +75,7 @@ class Runtime(Shared):
         self._consensus.take()  # after the units have applied the user's changes of `requires_grad`
         inside = [*filter(outermost.contains, self.units)]
         self._freshness.begin_pass(self.units, inside, self.process_groups)
-        if kind is Pass.FORWARD and not self._has_trained:
+        if kind is Pass.FORWARD and not self._has_trained and any(unit.trainable_groups for unit in self.units):
             self._has_trained = True
             self.channels.weights.drop_plan()
         self._renew_units()  # after the ranks have agreed whether weights changed
@@ -181,6 +181,7 @@ class Runtime(Shared):
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         self._begin_pass(self.units[0], Pass.SCHEDULE)
         self._evaluates = not backward
+        self._has_trained |= backward
         try:
             if self.gathers.foresee(trace):
                 self.planner.foresee(trace)
