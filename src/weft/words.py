@@ -18,10 +18,11 @@ def listed(names: Iterable[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Return a list with the one word in `known` most similar to `word`, ignoring case, or `[]` if none is similar."""
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return a list with the one word in `known` most similar to `word`, ignoring case, or `[]` if none is similar.
+    `cutoff`: the least similarity, from 0 to 1 (equal words)."""
     by_lower = {each.lower(): each for each in known}
-    return [by_lower[each] for each in difflib.get_close_matches(word.lower(), by_lower, n=1)]
+    return [by_lower[each] for each in difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)]
 
 
 def choice_of(word: str, known: Iterable[str]) -> str:

@@ -60,6 +60,7 @@ def test_wrong_options_are_one_line(tmp_path, capsys):
     assert "unknown command 'fly'; choose from train, check, " in refused(capsys, "fly")
     assert refused(capsys, "--completion", "bsh") == "weft: unknown --completion 'bsh'; did you mean bash?\n"
     assert "is neither a schedule nor a file; did you mean gpipe?" in refused(capsys, "schedule", "gpip")
+    assert refused(capsys, "schedule", "1f1b", "--ranks", "4").endswith("--ranks 4; see weft schedule --help\n")
     line = refused(capsys, "train", write_config(tmp_path), "--set", "train.steps")
     assert line == "weft train: --set train.steps: must be SECTION.NAME=VALUE, such as --set train.steps=20\n"
     line = refused(capsys, "train", "x.toml", "--rnaks")

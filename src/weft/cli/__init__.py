@@ -91,4 +91,4 @@ def _nearest_option(unknown: Sequence[str], command: argparse.ArgumentParser) ->
     """Return the option of `command` that one of the `unknown` arguments resembles, or None."""
     known = [option.name.removeprefix("--") for option in options_of(command)]  # all options resemble each other by it
     mistyped = (word.partition("=")[0].removeprefix("--") for word in unknown if word.startswith("--"))
-    return next((f"--{near}" for word in mistyped for near in nearest(word, known)), None)
+    return next((f"--{near}" for word in mistyped for near in nearest(word, known, cutoff=0.7)), None)

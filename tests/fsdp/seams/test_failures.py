@@ -485,7 +485,8 @@ def test_a_forward_whose_end_fails_is_followed_by_others_like_any_that_fails():
 
 @contextmanager
 def no_memory_once(failing: Transient | None, caught: bool = False) -> Iterator[None]:
-    """The next buffer for `failing` cannot be had; later ones can. `caught`: the program inside goes on."""
+    """Inside, the pool has no memory for `failing` when it is first asked for. `caught`: the code inside catches this
+    error."""
     take, failures = Pool.take, []
 
     def fails_once(pool: Pool, transient: Transient) -> torch.Tensor:
