@@ -49,8 +49,8 @@ MUTATIONS = [
     Mutation(
         "the order of reductions never adapts",
         "Consensus.exchange",
-        "reductions.order = tuple(reductions.ready_order)",
-        "",
+        "reductions.learn()",
+        "pass",
         "fsdp/test_order.py::test_reductions_that_wait_for_the_turn_of_another_all_start_with_it[2]",
     ),
     Mutation(
@@ -150,9 +150,9 @@ MUTATIONS = [
     # --- when things run ----------------------------------------------------------------------------------------------
     Mutation(
         "reductions wait for a frozen unit",
-        "Reductions.begin",
-        "unit.trainable_groups and not self.defers(unit)",
-        "not self.defers(unit)",
+        "Reductions.due",
+        "self._units[unit].trainable_groups",
+        "self._units[unit].groups",
         ORDER + "test_nothing_waits_for_the_turn_of_a_unit_that_is_frozen[2]",
     ),
     Mutation(
@@ -245,8 +245,8 @@ MUTATIONS = [
     Mutation(
         "a pass frees weights that the user holds",
         "Shared._begin_units",
-        "unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))",
-        "unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))",
+        "unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_RESHARD,) if unit.reshard_after_backward else ()))",
+        "unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, *((UNTIL_RESHARD,) if unit.reshard_after_backward else ()))",
         SEAMS + "test_holds.py::test_a_users_unshard_is_not_evicted_by_a_pass_of_others[2-0]",
     ),
     Mutation(
@@ -298,7 +298,7 @@ MUTATIONS = [
     Mutation(
         "gradients of units that the last microbatch skips stay unreduced",
         "Reductions.left_over",
-        "group.gradients.accumulates(self._finishes(unit))",
+        "group.gradients.accumulates(self.finishes(unit))",
         "False",
         "fsdp/test_conditional.py::test_units_that_do_not_run_in_the_last_microbatch_are_reduced_with_what_they_have[2]",
     ),

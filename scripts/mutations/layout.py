@@ -133,8 +133,8 @@ MUTATIONS = [
     Mutation(
         "a recomputation keeps its weights for good in the plan",
         "Walk._play",
-        "'for good' if event.detail else 'until backward'",
-        "'for good'",
+        "_Holder('until reshard' if event.detail else 'until backward')",
+        "_Holder('until reshard')",
         "fsdp/test_plan.py::test_the_slab_is_as_large_as_what_a_step_takes_however_layers_are_called[2]",
     ),
 ]

@@ -173,6 +173,12 @@ def some_sums_wait(net, x):
     net(x).sum().backward()
 
 
+def outer_sums_wait(net, x):
+    for last in (False, True):
+        net.set_requires_all_reduce(last)
+        net(x).sum().backward()
+
+
 def evaluated(net, x):
     net(x).sum().backward()
     net.step()
@@ -271,6 +277,8 @@ def test_the_plan_lists_what_a_rank_sends_to_three_others():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
     compare("updates over two axes", BIASLESS, {"mesh": mesh, "strategy": "optim_grads", "outer_strategy": "optim"})
     compare("sums over one axis wait for another backward", LINEAR, {"mesh": mesh}, step=some_sums_wait)
+    sharded = {"mesh": mesh, "strategy": "optim_grads"}
+    compare("one update for all backwards before the sums over the outer axis", LINEAR, sharded, step=outer_sums_wait)
 
 
 def test_an_update_over_two_axes_sends_all_weights_over_the_last_one_and_before_that_a_part(world):
@@ -333,7 +341,7 @@ def test_the_plan_lists_what_happens_and_what_travels():
     sizes = {unit.name: unit.gathered_bytes for unit in net._weft_driver.runtime.units}
     for here in plan.alive:
         places = sorted(
-            (plan.addresses[name], sizes[name]) for name in map(plan.names.__getitem__, here) if sizes[name]
+            (plan.addresses[name], sizes[name]) for name in map(plan.names.__getitem__, here.gathered) if sizes[name]
         )
         assert all(start + size <= other for (start, size), (other, _) in pairwise(places)), "they do not overlap"
     assert "forward: use 0" in plan.table()

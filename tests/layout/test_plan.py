@@ -49,7 +49,7 @@ def test_what_is_used_is_here(step):
         assert entry.weights <= plan.peak_bytes["gathered weights"]
         weights = entry.weights
     assert not weights and not plan.steps[-1].gradients, "all is at rest at the end of a step"
-    together = max(sum(facts[number].gathered[0] for number in here) for here in plan.alive)
+    together = max(sum(facts[number].gathered[0] for number in here.gathered) for here in plan.alive)
     assert together <= plan.peak_bytes["gathered weights"], "memory is planned for all that is alive together"
 
 

@@ -219,7 +219,7 @@ def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
                 assert sorted(set(reduced)) == done, last
 
         # The root, the layers of a pair, the experts of one of them, and two more on their way.
-        assert most == max(map(len, plan_of(model).alive)) <= 1 + 2 + 1 + 2
+        assert most == max(len(each.gathered) for each in plan_of(model).alive) <= 1 + 2 + 1 + 2
 
 
 DEPTHS = dataclasses.replace(CFG, pattern="[*E]-/[*E]*/[*E]*", recompute=("experts",))
@@ -295,7 +295,7 @@ def test_the_units_of_a_prediction_depth_are_held_while_it_runs_and_reduced_once
                     if (step.direction, step.layer, step.slot) == ("backward", layer, slot + last)
                 ]
                 assert sorted({position for position, each in events if each in own}) == done and len(done) == 2
-        alive = plan_of(model).alive
+        alive = [each.gathered for each in plan_of(model).alive]
         for depth in model.depths:
             assert 0 < sum(unit_of(depth).number in here for here in alive) < len(alive)
 

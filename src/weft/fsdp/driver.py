@@ -18,8 +18,8 @@ use(unit, holder, named)             the holder needs the full weights from here
                                      chose to gather ahead; None: the plan chooses them
 done(unit, holder, ...)              the holder no longer needs the full weights; `backward_follows`: the use was a
                                      forward, or a recomputation, whose backward is still to come
-keep(unit, holder, ...)              keep the full weights: after a forward until its backward or the next forward;
-                                     `for_good`: after a backward, until they are resharded
+keep(unit, holder)                   keep the full weights: after a forward until its backward or the next forward;
+                                     after a backward, if `holder.lasts`, until they are resharded
 offer(unit)                          a backward begins, in which modules of `unit` may write gradients into buffers
 expect_more(more)                    whether further microbatches of a schedule will add to the gradients
 ready(unit)                          the gradients of `unit` in this backward are complete: pack them, reduce if due
@@ -43,11 +43,12 @@ from weft.layout.trace import Trace
 class Hold:
     """A holder of a unit's full weights. They stay in memory until all their holders release them. `computes`: whether
     this holder computes with them; if so, other units cannot take their memory. `backward`: whether the holder is a
-    backward."""
+    backward. `lasts`: whether the hold lasts over passes, until the unit is resharded."""
 
     name: str
     computes: bool = True
     backward: bool = False
+    lasts: bool = False
 
 
 class TiedHold(NamedTuple):
@@ -72,7 +73,7 @@ class TiedHold(NamedTuple):
 USER = Hold("the user's unshard()", computes=False)
 UNTIL_BACKWARD = Hold("the backward that follows a forward", computes=False)
 RETURNED = Hold("a view that a forward without gradients returned", computes=False)
-UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
+UNTIL_RESHARD = Hold("reshard_after_backward=False", computes=False, lasts=True)
 
 
 def is_users(holder: Any) -> bool:
@@ -99,7 +100,7 @@ class Engine(Protocol):
     def scheduled(self, trace: Trace, *, backward: bool = True) -> AbstractContextManager[None]: ...
     def use(self, unit: Any, holder: Any, named: Sequence[Any] | None = None) -> None: ...
     def done(self, unit: Any, holder: Any, *, backward_follows: bool = False) -> None: ...
-    def keep(self, unit: Any, holder: Any, *, for_good: bool = False) -> None: ...
+    def keep(self, unit: Any, holder: Any) -> None: ...
     def offer(self, unit: Any) -> None: ...
     def expect_more(self, more: bool) -> None: ...
     def ready(self, unit: Any) -> None: ...

@@ -25,7 +25,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 
 from weft.comm.ranges import Stretch, observed
-from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Engine, Hold, in_backward
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_RESHARD, USER, Engine, Hold, in_backward
 from weft.fsdp.trees import give_back, map_tensors, tensors_in
 from weft.fsdp.unit import Unit
 from weft.weak import alive
@@ -105,7 +105,7 @@ class ForwardCall:
             if len(unit.holders) > 1 or self not in unit.holders:
                 unit.end_holds(UNTIL_BACKWARD, USER)
         elif self in unit.holders:
-            engine.keep(unit, UNTIL_NEXT_PASS, for_good=True)
+            engine.keep(unit, UNTIL_RESHARD)
         if self in unit.holders:
             engine.done(unit, self)
 

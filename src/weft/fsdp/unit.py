@@ -32,6 +32,7 @@ from weft.fsdp.driver import USER, Hold, TiedHold, is_users, shows_full
 from weft.fsdp.group import LOST, ParameterGroup
 from weft.fsdp.parameter import FULL, SHARDED, register
 from weft.fsdp.precision import MixedPrecisionPolicy
+from weft.layout.plan import is_inside
 
 
 class State(enum.Enum):
@@ -120,7 +121,7 @@ class Unit:
 
     def contains(self, unit: "Unit") -> bool:
         """Return whether `unit` is this unit or is inside its modules. The root contains all units."""
-        return unit is self or not self.number or unit.name.startswith(f"{self.name}.")
+        return is_inside(unit.name, self.name)
 
     def _refuse(self, event: str) -> State:
         holders = ", ".join(holder.name for holder in self.holders)
@@ -171,8 +172,7 @@ class Unit:
         try:
             for unit in self.tied:
                 unit.acquire(TiedHold(self, holder))
-            if self.state is State.AT_REST:
-                self.prefetch()
+            self.prefetch()
             self._arrive()
         except BaseException:
             for unit in self.tied:

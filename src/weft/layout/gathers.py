@@ -77,7 +77,7 @@ class _Pass:
     on_plan: bool = True  # whether the pass has followed its trace so far
     ending: Collection[int] = ()  # the units of a forward's last message: the only ones used from `ends_at` on
     ends_at: int = 0
-    waits: bool = False  # whether gradients of a backward wait for another backward
+    waits: bool = False  # whether gradients, or their sums over one axis, wait for another backward
 
 
 class GatherOrder:
@@ -168,12 +168,9 @@ class GatherOrder:
 
     def record(self, what: str, unit: int, detail: int = 0) -> None:
         """Record an event of gradients in the current pass. The arguments are the fields of `Event`."""
+        if what == "later" or (what == "ready" and not detail):
+            self.current.waits = self.current.kind == "backward"
         self.current.events.append((what, unit, detail))
-
-    def waits(self, unit: int) -> None:
-        """Record that the gradients of `unit` wait for another backward before they are reduced."""
-        self.current.waits = self.current.kind == "backward"
-        self.record("later", unit)
 
     def use(self, unit: Gathered, holder: Any, named: Iterable[Gathered] | None = None) -> None:
         """Gather `unit`, and hold it for `holder`, which uses it now. Also start to gather units ahead: the units in
@@ -211,10 +208,10 @@ class GatherOrder:
                     self._gather(ahead, ahead.backward)
         unit.acquire(holder)
 
-    def keep(self, unit: Gathered, holder: Any, *, for_good: bool = False) -> None:
-        """Hold `unit` for `holder` after a use. After a forward: until its backward or the next forward. `for_good`:
-        after a backward, until the user reshards the unit."""
-        self.current.events.append(("keep", unit.number, int(for_good)))
+    def keep(self, unit: Gathered, holder: Any) -> None:
+        """Hold `unit` for `holder` after a use. After a forward: until its backward or the next forward. After a
+        backward, if `holder.lasts`: until the user reshards the unit."""
+        self.current.events.append(("keep", unit.number, int(holder.lasts)))
         if holder not in unit.holders:
             unit.acquire(holder)
 

@@ -86,12 +86,17 @@ class UnitFacts:
         return self.refreshed + self.updating > 0
 
     def contains(self, unit: "UnitFacts") -> bool:
-        """Return whether `unit` is this unit or is inside its modules. The root, whose name is "", contains all."""
-        return unit is self or not self.name or unit.name.startswith(f"{self.name}.")
+        """Return whether `unit` is this unit or is inside its modules. The root contains all units."""
+        return is_inside(unit.name, self.name)
 
     def due(self, number: int) -> Due:
         """Return the reduction of all gradients of the unit. `number`: the unit's number."""
         return Due.of(number, [(each.kind, each.sent) for each in self.gradients if each is not None])
+
+
+def is_inside(name: str, outer: str) -> bool:
+    """Return whether the unit `name` is the unit `outer` or is inside its modules. The root, "", contains all units."""
+    return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 class Limits(NamedTuple):
@@ -130,6 +135,19 @@ class Step(NamedTuple):
     gradients: int
 
 
+class Alive(NamedTuple):
+    """The units, by number, that have weights in memory at the same time.
+
+    - `gathered`: the units whose weights are gathered.
+    - `staged`: the units whose `staging` or `updating` memory is in use.
+    - `kept`: the units whose `post_forward` memory is in use.
+    """
+
+    gathered: frozenset[int]
+    staged: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
+
+
 @dataclass(frozen=True)
 class Plan:
     """The plan of one training step of a model on one rank.
@@ -138,9 +156,7 @@ class Plan:
     - `collectives`: the gathers and reductions, in the order in which they start. A reduction over two mesh axes counts
       once.
     - `peak_bytes`: the most live bytes of "gathered weights" and of "partial gradients".
-    - `alive`: the sets of units whose weights are gathered at the same time. Units are given by number.
-    - `staged`: for each set in `alive`, the units whose `staging` or `updating` memory is in use at this time.
-    - `kept`: for each set in `alive`, the units whose `post_forward` memory is in use.
+    - `alive`: the weights that are in memory at the same time, for each such combination.
     - `names`: the names of the units, by number.
     - `off_plan`: for each kind of pass, how many passes so far used other units than the previous pass of this kind, or
       used them in another order. A key is a text such as "forward: other units, or in another order". Passes that only
@@ -151,9 +167,7 @@ class Plan:
     steps: tuple[Step, ...]
     collectives: tuple[Collective, ...]
     peak_bytes: Mapping[str, int]
-    alive: tuple[frozenset[int], ...]
-    staged: tuple[frozenset[int], ...]
-    kept: tuple[frozenset[int], ...]
+    alive: tuple[Alive, ...]
     names: tuple[str, ...]
     off_plan: Mapping[str, int] = field(default_factory=dict)
     addresses: Mapping[str, int] = field(default_factory=dict)

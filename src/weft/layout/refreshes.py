@@ -10,6 +10,7 @@ to units, and `layout.walk` applies them to numbers of bytes.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -28,6 +29,15 @@ class RefreshOrder(ABC):
     @abstractmethod
     def refresh(self, unit: Any) -> None:
         """Start to update the outdated model weights of `unit`, if there are any."""
+
+    def begin(self, units: Iterable[Any]) -> None:
+        """Begin a pass that may use `units`, which are in the same order on all ranks."""
+        self.ahead.update(dict.fromkeys(units))
+
+    def forget(self) -> None:
+        """End a pass without further updates."""
+        self.ahead.clear()
+        self.made.clear()
 
     def is_due(self, unit: Any) -> bool:
         """Return whether `unit` is in `ahead`, or has outdated model weights that only another rank's pass uses."""

@@ -47,7 +47,7 @@ class Event(NamedTuple):
 @dataclass(frozen=True)
 class Trace:
     """Events of a pass. `kind`: "forward", "evaluation", "schedule", "backward" or "accumulation", which is a backward
-    with `later` events."""
+    that another one must follow: it has `later` events, or `ready` events with the detail 0."""
 
     kind: str
     events: tuple[Event, ...]

@@ -60,10 +60,14 @@ def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
 
 class ReductionOrder(ABC):
     """Decides the order of reductions. Subclasses carry them out, or only count bytes. Units are given by number.
-    `most_alive`: the number of units whose gradients may be live at once. The units of one turn count as one."""
+    `units`: how many there are. `most_alive`: the number of units whose gradients may be live at once. The units of one
+    turn count as one. `bucket_bytes`: the largest size of a turn of several units."""
 
-    def __init__(self, most_alive: int) -> None:
+    def __init__(self, units: int, most_alive: int, bucket_bytes: int) -> None:
+        self.order = tuple(reversed(range(units)))
+        """The order of the units in which all ranks start reductions."""
         self.most_alive = most_alive
+        self.bucket_bytes = bucket_bytes
         self.waits_for_room = True
         """Whether `most_alive` is enforced. False without streams in a backward that may include other models: there, a
         wait for room could deadlock with another rank, which waits for this one in another model."""
@@ -71,12 +75,20 @@ class ReductionOrder(ABC):
         """The units whose gradients were ready in this backward, in order."""
         self.waiting: set[int] = set()
         """The units that are packed and wait for their turn."""
+        self.has_new_turns = False  # whether the latest backward began with other turns than the one before it
+        self._planned: tuple[list[Due], list[tuple[int, ...]]] = ([], [])
+        """The reductions that were due in the latest planned backward, and their turns."""
         self._turns: deque[tuple[int, ...]] | None = deque()
         """The remaining turns of this backward; None: it has no agreed order."""
         self._under_way: deque[tuple[int, int, Any, Any]] = deque()
         """Reductions in flight: the first unit of the turn, unit, group, and the handle for `finish_group`."""
 
     # --- implemented by subclasses ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def due(self, unit: int) -> Due | None:
+        """Return the reduction of `unit` that the backward which begins now will start. None: it starts none, or the
+        ranks do not agree on an order."""
 
     @abstractmethod
     def groups_of(self, unit: int) -> Sequence[Any]:
@@ -109,11 +121,26 @@ class ReductionOrder(ABC):
 
     # --- the rules ----------------------------------------------------------------------------------------------------
 
-    def take_turns(self, turns: Iterable[tuple[int, ...]] | None) -> None:
-        """Begin a backward with these turns. None: the backward has no agreed order, as in a schedule."""
+    def begin(self) -> None:
+        """Begin a backward, and plan its turns."""
+        due = [each for unit in self.order if (each := self.due(unit)) is not None]
+        self.has_new_turns = due != self._planned[0]
+        if self.has_new_turns:
+            self._planned = due, turns_of(due, self.bucket_bytes)
+        self._take_turns(deque(self._planned[1]))
+
+    def begin_unordered(self) -> None:
+        """Begin a backward that has no agreed order, as in a schedule: reductions start when they are requested."""
+        self._take_turns(None)
+
+    def _take_turns(self, turns: deque[tuple[int, ...]] | None) -> None:
         self.ready_order.clear()
         self.waiting.clear()
-        self._turns = None if turns is None else deque(turns)
+        self._turns = turns
+
+    def learn(self) -> None:
+        """At the end of a backward in which all ranks had the same order, reduce in this order from now on."""
+        self.order = tuple(self.ready_order) or self.order
 
     def ready(self, unit: int) -> bool:
         """Start to reduce the gradients of `unit`, which are ready, if it is their turn or if they need no turn.
@@ -160,8 +187,8 @@ class ReductionOrder(ABC):
                 self._turns.popleft()
 
     def add(self, units: Iterable[int]) -> None:
-        """Reduce these units, which are ready on some rank but are not in the agreed order."""
-        for unit in units:
+        """Reduce these units, which are ready on some rank but are not in the agreed order, the last one first."""
+        for unit in sorted(units, reverse=True):
             self._take((unit,))
 
     def make_room(self, unit: int, group: Any, *, defer: bool) -> None:

@@ -10,10 +10,10 @@ from itertools import compress, islice, takewhile, zip_longest
 from typing import Any
 
 from weft.layout.gathers import GatherOrder
-from weft.layout.plan import GRADIENTS, WEIGHTS, Action, Collective, GradientFacts, Limits, Plan, Step, UnitFacts
+from weft.layout.plan import GRADIENTS, WEIGHTS, Action, Alive, Collective, GradientFacts, Limits, Plan, Step, UnitFacts
 from weft.layout.refreshes import RefreshOrder
 from weft.layout.trace import Event, Trace
-from weft.layout.turns import ReductionOrder, turns_of
+from weft.layout.turns import Due, ReductionOrder
 
 PASSES = ("forward", "accumulation", "forward", "backward", "evaluation", "schedule")
 """The order of the passes of a step. Passes without a trace are skipped."""
@@ -22,7 +22,7 @@ PASSES = ("forward", "accumulation", "forward", "backward", "evaluation", "sched
 class _Holder(str):
     """A holder of weights, by its name."""
 
-    backward = False  # whether it computes gradients
+    backward = lasts = False  # whether it computes gradients; whether the hold lasts over passes
 
 
 class _Unit:
@@ -36,7 +36,7 @@ class _Unit:
         self.two_copies = facts.other_copy != (0, 0)
         self.backward = False
         self.arrived = False
-        self.holders: list[str] = []
+        self.holders: list[_Holder] = []
         self.tied: list[_Unit] = []
         self.groups = [None if each is None else _Group(walk, each) for each in facts.gradients]
         self.stale = False  # whether its weights are from before the last optimizer step
@@ -139,7 +139,6 @@ class Walk:
         self._traces = traces
         self.refreshes = _Refreshes(self)
         self.limits = limits
-        self._order = limits.order or tuple(range(len(units) - 1, -1, -1))  # of the reductions of the last backward
         self.units = [_Unit(self, number, facts) for number, facts in enumerate(units)]
         for unit in self.units:
             unit.tied = [self.units[number] for number in unit.facts.tied]
@@ -148,8 +147,8 @@ class Walk:
         inside = {number: bundles[facts.bundle] for number, facts in enumerate(units) if facts.bundle in bundles}
         self._gathers = GatherOrder(self.units, inside, limits.prefetch_bytes)
         self._gathers.traces.update(traces)
-        self._gradients = _Gradients(self, limits.max_live_reduce_buffers)
-        self.alive: dict[tuple[frozenset[int], ...], None] = {}  # as in `Plan`, each with its `staged` and `kept`
+        self._gradients = _Gradients(self)
+        self.alive: dict[Alive, None] = {}
 
     # --- memory and collectives -------------------------------------------------------------------------------------
 
@@ -163,7 +162,7 @@ class Walk:
     def note(self) -> None:
         """Note whose weights are gathered now, and whose temporary memory or kept shards are in use."""
         states = [(unit.resident, unit.staging > 0, unit.shard_held) for unit in self.units]
-        self.alive[tuple(frozenset(compress(range(len(states)), each)) for each in zip(*states))] = None
+        self.alive[Alive(*(frozenset(compress(range(len(states)), each)) for each in zip(*states)))] = None
 
     def act(self, what: str, units: tuple[int, ...], sent: int | None = None) -> None:
         """Record the action `what` for `units`. `sent`: the bytes of its collective. None: it has no collective."""
@@ -197,17 +196,14 @@ class Walk:
             self._pass(self._traces[kind])
 
     def _pass(self, trace: Trace) -> None:
-        if trace.kind not in ("forward", "evaluation"):
-            self._begin_reductions(trace)
         if trace.kind in ("forward", "evaluation", "schedule"):
             for unit in self.units:  # free weights that an earlier forward kept for its backward
-                unit.holders = [holder for holder in unit.holders if holder == "for good"]
+                unit.holders = [holder for holder in unit.holders if holder.lasts]
                 unit.keeps_shard = False
                 unit.drop_shard()
                 unit.free()
             first = self.units[trace.uses[0] if trace.uses and trace.kind != "schedule" else 0].facts
-            if any(unit.facts.updates for unit in self.units):
-                self.refreshes.ahead.update((unit, None) for unit in self.units if first.contains(unit.facts))
+            self.refreshes.begin(unit for unit in self.units if first.contains(unit.facts))
             for unit in self.units:
                 if unit.holders and unit.stale:
                     self.give(WEIGHTS, unit.gathered_bytes)
@@ -215,8 +211,14 @@ class Walk:
                     unit.arrive()
         if trace.kind == "schedule":
             self._gathers.foresee(trace)
+            self._gradients.begin_unordered()
+        elif trace.kind in ("forward", "evaluation"):
+            self._gathers.begin(trace.kind)
         else:
-            self._gathers.begin("backward" if trace.kind == "accumulation" else trace.kind)
+            self._gathers.begin("backward")
+            ready, later = ({event.unit for event in trace.events if event.what == what} for what in ("ready", "later"))
+            self._gradients.deferred = later if ready else {*range(len(self.units))}
+            self._gradients.begin()
         for position, event in enumerate(trace.events):
             self._play(trace, position, event)
             if position == len(trace.events) - 1:
@@ -233,7 +235,9 @@ class Walk:
             named = [self.units[each.unit] for each in chosen]
             self._gathers.use(unit, holder, named[1:] if named else None)  # the first is `named`
         elif event.what == "keep":
-            self._gathers.keep(unit, "for good" if event.detail else "until backward", for_good=bool(event.detail))
+            holder = _Holder("until reshard" if event.detail else "until backward")
+            holder.lasts = bool(event.detail)
+            self._gathers.keep(unit, holder)
         elif event.what == "done":
             if backward and not event.detail:  # not a recomputation, whose backward follows
                 unit.release("until backward")
@@ -261,12 +265,11 @@ class Walk:
             self._gathers.end_forward()
         else:
             self._gradients.complete()
-            self._gradients.add(sorted(self._gradients.waiting, reverse=True))
+            self._gradients.add(self._gradients.waiting)
+            self._gradients.learn()
             self._gradients.drain()
-            self._order = tuple(self._gradients.ready_order) or self._order
             for unit in self.units:
-                if "until backward" in unit.holders:
-                    unit.holders.remove("until backward")
+                unit.release("until backward")
                 unit.keeps_shard = False
                 unit.drop_shard()
             self._gathers.end_backward()
@@ -277,16 +280,6 @@ class Walk:
         for unit in self.units:
             if kind != "forward" or not self._gathers.stays(unit):
                 unit.free()
-
-    def _begin_reductions(self, trace: Trace) -> None:
-        if trace.kind == "schedule" or not self.limits.checked:
-            self._gradients.take_turns(None)
-            return
-        reduces = any(event.what == "ready" for event in trace.events)
-        waits = {event.unit for event in trace.events if event.what == "later"}
-        order = [n for n in self._order if reduces and n not in waits and self._gradients.groups_of(n)]
-        due = [self.units[number].facts.due(number) for number in order]
-        self._gradients.take_turns(turns_of(due, self.limits.bucket_bytes))
 
 
 class _Refreshes(RefreshOrder):
@@ -337,10 +330,18 @@ class _Gradients(ReductionOrder):
     """Simulated reductions. `offer`: open the buffers into which modules of the unit may write in this backward.
     `open`: open the buffer of a group into which a module is about to write."""
 
-    def __init__(self, walk: Walk, most_alive: int) -> None:
-        super().__init__(most_alive)
+    def __init__(self, walk: Walk) -> None:
+        limits = walk.limits
+        super().__init__(len(walk.units), limits.max_live_reduce_buffers, limits.bucket_bytes)
+        self.order = limits.order or self.order
         self.finishes = True
+        self.deferred: set[int] = set()  # the units whose gradients this backward does not reduce
         self._walk = walk
+
+    def due(self, unit: int) -> Due | None:
+        if unit in self.deferred or not self.groups_of(unit) or not self._walk.limits.checked:
+            return None
+        return self._walk.units[unit].facts.due(unit)
 
     def groups_of(self, unit: int) -> Sequence[_Group]:
         return [group for group in self._walk.units[unit].groups if group is not None]
@@ -396,5 +397,4 @@ def compile_plan(traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits
     walk.step()
     walk.step()  # this one is the plan: it starts with everything that stays from step to step
     names = tuple(unit.name for unit in units)
-    alive, staged, kept = zip(*walk.alive) if walk.alive else ((), (), ())
-    return Plan(tuple(walk.steps), tuple(walk.collectives), walk.peak, alive, staged, kept, names, **known)
+    return Plan(tuple(walk.steps), tuple(walk.collectives), walk.peak, tuple(walk.alive), names, **known)

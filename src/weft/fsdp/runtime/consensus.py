@@ -20,6 +20,7 @@ gradients has one.
 """
 
 from collections.abc import Sequence
+from itertools import compress
 from operator import attrgetter
 
 import torch.distributed as dist
@@ -120,7 +121,7 @@ class Consensus:
             graphs.agree(uncaptured)
         for each, present in zip(self._parameters, presents):
             each.gradient.present = present
-        reductions.add(unit.number for unit, waits_here in zip(reversed(units), reversed(waits)) if waits_here)
+        reductions.add(compress(range(len(units)), waits))
         others = [(unit, unit.others) for unit in reversed(units) if unit.others]
         self._reduce(trains)
         for unit, late in others:
@@ -130,14 +131,14 @@ class Consensus:
             unit.resharded = False
             if resharded and USER in unit.holders:  # a pass resharded it on another rank, and not here
                 unit.release(USER)
-        if same_order and reductions.ready_order:
-            reductions.order = tuple(reductions.ready_order)
+        if same_order:
+            reductions.learn()
 
     def _keeps(self, unit: Unit, group: ParameterGroup) -> bool:
         """Return whether some rank may have unreduced gradients of `group`, which is frozen on this rank."""
         if not group.is_reduced:
             return group.trainable
-        return not (unit.requires_all_reduce and self._reductions.is_last) or self._reductions.defers(unit)
+        return not self._reductions.finishes(unit)
 
     def _reduce(self, trains: Sequence[bool]) -> None:
         """Set, per group, whether its gradients are reduced."""

@@ -61,7 +61,7 @@ class Freshness(RefreshOrder):
             group.outdate(agreed=True)
         if due:
             agree_on_maxima(due)  # before the first of them is quantized
-        self.ahead.update(dict.fromkeys(inside))
+        self.begin(inside)
 
     def is_outdated(self, unit: Unit) -> bool:
         return any(group.is_outdated for group in unit.groups)
@@ -80,8 +80,7 @@ class Freshness(RefreshOrder):
 
     def forget(self) -> None:
         """After an abandoned pass, treat all weights as changed, because the ranks may have updated different units."""
-        self.ahead.clear()
-        self.made.clear()
+        super().forget()
         self.certain = True
 
 

@@ -1,6 +1,6 @@
 """Plans a model's next step from its last passes with `weft.layout.walk`, and arranges memory according to the plan."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.fsdp.channels import Channels
@@ -8,7 +8,7 @@ from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.unit import Unit
 from weft.layout.gathers import GatherOrder
-from weft.layout.plan import Limits, Plan, UnitFacts
+from weft.layout.plan import Alive, Limits, Plan, UnitFacts
 from weft.layout.trace import Trace
 from weft.layout.walk import compile_plan
 from weft.memory.pool import Transient
@@ -31,7 +31,7 @@ class Planner:
     def foresee(self, trace: Trace) -> None:
         """Plan memory for all weights of a schedule with the events of `trace`, before the schedule gathers any."""
         plan = compile_plan({"schedule": trace}, *self._inputs())
-        self.channels.weights.foresee(map(self._memory_of, plan.alive, plan.staged, plan.kept))
+        self.channels.weights.foresee(map(self._memory_of, plan.alive))
 
     def end_pass(self) -> None:
         """End a pass. If it differed from the memory plan, make a new plan, unless buffers are still in use."""
@@ -43,12 +43,11 @@ class Planner:
         """Yield sets of buffers that may be live together in the next step, whether or not it follows the plan."""
         for around in self.units:
             for unit in filter(around.contains, self.units):
-                yield self._memory_of((around.number, unit.number), (unit.number,))
-        plan = self.plan()
-        yield from map(self._memory_of, plan.alive, plan.staged, plan.kept)
+                yield self._memory_of(Alive(frozenset((around.number, unit.number)), frozenset((unit.number,))))
+        yield from map(self._memory_of, self.plan().alive)
 
-    def _memory_of(self, alive: Iterable[int], staged: Iterable[int], kept: Iterable[int] = ()) -> list[Transient]:
-        full, staging, shards = ([g for n in each for g in self.units[n].groups] for each in (alive, staged, kept))
+    def _memory_of(self, alive: Alive) -> list[Transient]:
+        full, staging, shards = ([group for number in each for group in self.units[number].groups] for each in alive)
         memory = [group.transient for group in full] + [group.payload.staging for group in staging]
         memory += [group.post_forward.transient for group in shards if group.post_forward is not None]
         return [each for each in memory if each is not None]

@@ -18,16 +18,15 @@ from weft.fsdp.group import ParameterGroup
 from weft.fsdp.parameter import ShardedParameter
 from weft.fsdp.unit import Unit
 from weft.layout.gathers import GatherOrder
-from weft.layout.turns import Due, ReductionOrder, turns_of
+from weft.layout.turns import Due, ReductionOrder
 
 _kind_and_bytes = attrgetter("gradients.bucket_kind", "gradients.sent")
 
 
 class Reductions(ReductionOrder):
     """Packs gradients and starts their reductions, turn by turn. A turn is one unit, or several units that share a
-    message. `units`: ordered by number. `most_alive`: the number of turns whose buffers may exist at once.
-    `bucket_bytes`: the largest size of a turn of several units. `agreement`: logs the reductions whose order the
-    ranks have not agreed on. `gathers`: records the events of the pass."""
+    message. `units`: ordered by number. `agreement`: logs the reductions whose order the ranks have not agreed on.
+    `gathers`: records the events of the pass. `ReductionOrder` describes `most_alive` and `bucket_bytes`."""
 
     def __init__(
         self,
@@ -39,49 +38,32 @@ class Reductions(ReductionOrder):
         most_alive: int,
         bucket_bytes: int,
     ) -> None:
-        super().__init__(most_alive)
+        super().__init__(len(units), most_alive, bucket_bytes)
         self.last_backward = True
         """The user's `set_is_last_backward`: whether this backward is the last before the optimizer step."""
         self.more_to_come = False  # whether a schedule has further microbatches to reduce
-        self.order: tuple[int, ...] = tuple(range(len(units) - 1, -1, -1))
-        """The order of the units in which all ranks start reductions."""
         self._units = units
         self._channels = channels
         self.agreement = agreement
         self._gathers = gathers
-        self.bucket_bytes = bucket_bytes
-        self._planned: tuple[list[Due], list[tuple[int, ...]]] = ([], [])
-        """The reductions that were due in the latest planned backward, and their turns."""
-        self.has_new_turns = False  # whether the latest backward began with other turns than the one before it
 
     @property
-    def is_last(self) -> bool:
-        """Whether the current reductions are the last before the optimizer step."""
+    def _is_last(self) -> bool:
+        """Whether the current microbatch is the last before the optimizer step."""
         return self.last_backward and not self.more_to_come
 
     def defers(self, unit: Unit) -> bool:
         """Return whether the gradients of `unit` wait for another backward before they are reduced."""
         if not unit.requires_gradient_sync:
             return True
-        if self.is_last:
+        if self._is_last:
             return False
         return not any(group.placements.reduces_each_microbatch for group in unit.groups)
 
-    def _finishes(self, unit: Unit) -> bool:
-        """Return whether reductions of `unit` that start now also run over the outer axis, if there is one."""
-        return unit.requires_all_reduce and self.is_last
-
-    def begin(self) -> None:
-        """Plan the turns at the beginning of a backward."""
-        due = []
-        for number in self.order if self.agreement.checks else ():
-            unit = self._units[number]
-            if unit.trainable_groups and not self.defers(unit):
-                due.append(Due.of(number, map(_kind_and_bytes, unit.trainable_groups)))
-        self.has_new_turns = due != self._planned[0]
-        if self.has_new_turns:
-            self._planned = due, turns_of(due, self.bucket_bytes)
-        self.take_turns(self._planned[1])
+    def finishes(self, unit: Unit) -> bool:
+        """Return whether the gradients of `unit` are reduced now, over all axes of its mesh: an optimizer step may
+        follow this backward."""
+        return unit.requires_all_reduce and self._is_last and not self.defers(unit)
 
     def reduce(self, unit: Unit) -> None:
         """Pack the gradients of `unit`. Start their reduction, unless they wait for a later backward or their turn."""
@@ -92,10 +74,10 @@ class Reductions(ReductionOrder):
                 self.reduce(unit)
             return
         if self.defers(unit):
-            self._gathers.waits(unit.number)
+            self._gathers.record("later", unit.number)
             self.pack(unit.number)
             return
-        self._gathers.record("ready", unit.number, int(self._finishes(unit)))
+        self._gathers.record("ready", unit.number, int(self.finishes(unit)))
         if not self.ready(unit.number) and unit.is_addressed:
             self._note(unit, unit.trainable_groups)
 
@@ -108,7 +90,7 @@ class Reductions(ReductionOrder):
     def left_over(self, unit: Unit) -> bool:
         """Return whether `unit` has unpacked gradients, or gradients of earlier backwards whose reduction is due."""
         for group in unit.trainable_groups:
-            due = group.gradients.accumulates(self._finishes(unit)) and not self.defers(unit)
+            due = group.gradients.accumulates(self.finishes(unit)) and not self.defers(unit)
             if group.gradients.arrived or (due and unit.number not in self.waiting):
                 return True
         return False
@@ -141,6 +123,13 @@ class Reductions(ReductionOrder):
 
     # --- methods that `ReductionOrder` describes and calls ------------------------------------------------------------
 
+    def due(self, unit: int) -> Due | None:
+        """Return the reduction of `unit`, unless it is deferred or `check_collectives` is not set."""
+        groups = self._units[unit].trainable_groups
+        if not groups or not self.agreement.checks or self.defers(self._units[unit]):
+            return None
+        return Due.of(unit, map(_kind_and_bytes, groups))
+
     def groups_of(self, unit: int) -> Sequence[ParameterGroup]:
         """Return the unit's groups whose gradients are reduced."""
         return self._units[unit].trainable_groups
@@ -163,7 +152,7 @@ class Reductions(ReductionOrder):
         each = self._units[unit]
         if not each.is_addressed:
             self._note(each, [group])
-        scale, finishes = each.scale_of(group), self._finishes(each)
+        scale, finishes = each.scale_of(group), self.finishes(each)
         with profiled(each.name, "reduce"):
             group.gradients.pack(self._channels.gradients, defer=False)
             return group.gradients.reduce(self._channels, scale, channel=group.channel, finishes=finishes)

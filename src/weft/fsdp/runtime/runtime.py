@@ -26,7 +26,7 @@ import torch
 from weft.comm import streams
 from weft.comm.groups import check_alive
 from weft.fsdp.autograd import first_backwards
-from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, in_backward
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_RESHARD, USER, in_backward
 from weft.fsdp.runtime.inventory import Inventory
 from weft.fsdp.runtime.joint_backward import JointBackward, end_with_backward
 from weft.fsdp.runtime.options import RuntimeOptions
@@ -160,7 +160,7 @@ class Runtime(Shared):
         """Free the weights of `unit`, even if they were kept for a backward."""
         self.recover()
         unit.forget()
-        unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, UNTIL_NEXT_PASS)
+        unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, UNTIL_RESHARD)
         unit.resharded = False
         for each in (unit, *unit.tied):
             each.free()
@@ -230,7 +230,7 @@ class Runtime(Shared):
         """Begin reductions outside of autograd's backward, in the order in which they are requested."""
         self._calls.makes_graph = False
         self.reductions.waits_for_room = True
-        self.reductions.take_turns(None)
+        self.reductions.begin_unordered()
 
     def end_backward(self) -> None:
         """End the pass: autograd's backward has ended."""
@@ -248,14 +248,13 @@ class Runtime(Shared):
                 self.ready(unit)
         late = self._consensus.pack_unheard()
         reduced = [unit for unit in self.units if unit.trainable_groups or unit in late]
-        due = not all(map(self.reductions.defers, reduced))
-        if due:
+        if not all(map(self.reductions.defers, reduced)):
             self._consensus.exchange(self.graphs)
         self.reductions.drain()
         self.gathers.end_backward()  # before `_go_to_rest`, which plans memory from the trace of this pass
         self._end_units()  # before `_go_to_rest`, which frees weights without holders
         self._go_to_rest()
-        if due and self.reductions.is_last:  # before `_publish`: a hook of the user may step the optimizer
+        if any(map(self.reductions.finishes, reduced)):  # before `_publish`: a hook of the user may step the optimizer
             self._freshness.certain = True  # an optimizer step follows
             self._steps.expect()
         self.passes.end()
@@ -284,7 +283,7 @@ class Runtime(Shared):
         self._enter()
         for unit in self.units:
             if unit.reshard_after_backward:
-                unit.end_holds(UNTIL_NEXT_PASS)
+                unit.end_holds(UNTIL_RESHARD)
         self.passes.begin(Pass.BACKWARD)
         self.gathers.begin("backward")
         self._open_unhooked()

@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.comm.agreement import Agreement
 from weft.fsdp.channels import Channels
-from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_RESHARD
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.runtime.buckets import bundle_bytes, fill_buckets
 from weft.fsdp.runtime.consensus import Consensus
@@ -128,7 +128,7 @@ class Shared:
         """End the holds of an earlier pass, free weights without holders, and apply changes of `requires_grad`."""
         for unit in self.units:  # first end all holds: a holder of a unit also holds units tied to it
             if unit.holders:
-                unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
+                unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_RESHARD,) if unit.reshard_after_backward else ()))
         for unit in self.units:
             unit.begin_pass()
 
