@@ -38,7 +38,7 @@ IMPORTS = {
 }
 """What takes seconds to import: all ranks of all programs with the same are forked from one process that has."""
 SMALL = ["--layers", "3"]
-"""Of torchtitan's debug models, which have six: the first, the last and one between."""
+"""The first three of the six layers of torchtitan's debug models."""
 
 
 @pytest.fixture(scope="module")

@@ -93,8 +93,8 @@ def _member(enumeration: Any, name: Any) -> _MEM_FORMAT_ENCODING:
 def read_metadata(content: bytes, manifest: Manifest) -> Metadata:
     """Return the metadata in `content`, the bytes of `.metadata`, checked against the files that `manifest` lists.
 
-    No code named in `content` is run. Raises CheckpointError with a message such as "cannot be read: ...", to which
-    the caller adds the name of the file.
+    Of the functions and classes that `content` names, only those in `_NAMES` are called. Raises CheckpointError with a
+    message such as "cannot be read: ...", to which the caller adds the name of the file.
     """
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()

@@ -1,12 +1,13 @@
 """The gradients of one parameter group: autograd's gradients are packed, reduced and published as `.grad`.
 
-    buffer    lives       placement    dtype        holds
-    packed    briefly     Partial      reduce*      this rank's gradients
-    main      always**    optimizer    main_grad    reduced gradients; `.grad` of the sharded parameters
+    buffer    lives until        placement    dtype        holds
+    packed    it is reduced      Partial      reduce*      this rank's gradients
+    summed    the last backward  Partial**    reduce*      on a 2-D mesh: sums over the shard axis
+    main      the model ends     optimizer    main_grad    reduced gradients; `.grad` of the sharded parameters
 
-    *   main_grad while gradients wait for another backward or for their turn (`weft.layout.turns`), or if the reduce
-        dtype has less range than the compute dtype
-    **  from the first reduction on
+    *   main_grad while gradients wait for another backward or for their turn (`weft.layout.turns`); `packed` also if
+        the reduce dtype has less range than the compute dtype
+    **  over the outer axis only
 
 `TRANSITIONS` has the states of a group's gradients. `weft.fsdp.gradients.main` describes when the user owns `main`, and
 when the engine owns it.

@@ -40,8 +40,8 @@ class JointBackward:
         self._settled = next(_moments)
 
     def may_share_backward(self) -> bool:
-        """Return whether the running backward could include another model. A model counts if it has begun a pass since
-        this model's last backward and if at least one of its forwards has not finished its backward."""
+        """Return whether the running backward could include another model: one that has begun a pass since the last
+        backward of this model, and has a forward whose graph exists and whose backward has not ended."""
         # Do not compare with the other model's last backward: a model that never runs one would always count.
         others = [other for other in _models if other is not self and other._began > self._settled]
         return bool(others) and any(unit.calls for other in others for unit in other._units)
