@@ -278,11 +278,8 @@ class HookDriver:
         recomputing = in_backward()
         if call is not None and (recomputing or not self._reshards()):
             engine.keep(unit, UNTIL_BACKWARD)
-        elif not recomputing:
-            if call is not None:
-                unit.keeps_post_forward = True
-            if len(unit.holders) > 1:
-                unit.end_holds(UNTIL_BACKWARD, USER)
+        elif not recomputing and len(unit.holders) > 1:
+            unit.end_holds(UNTIL_BACKWARD, USER)
         if self._hold in unit.holders:
             engine.done(unit, self._hold, backward_follows=call is not None)
 

@@ -33,6 +33,7 @@ class Gathered(Protocol):
     - `resident`: whether the unit's weights are gathered or being gathered.
     - `two_copies`: whether forward and backward use different copies of the weights.
     - `backward`: whether backward's copy is selected.
+    - `keeps_post_forward`: whether the next `free` keeps a shard for backward, if the user has chosen to keep one.
     - `tied`: the units whose parameters this unit shares.
     - `holders`: what holds the weights, such as a forward.
     - `choose_copy`: select a copy. If the weights are held, gather this copy at once.
@@ -47,6 +48,7 @@ class Gathered(Protocol):
     resident: bool
     two_copies: bool
     backward: bool
+    keeps_post_forward: bool
 
     @property
     def tied(self) -> Iterable[Any]: ...
@@ -219,6 +221,8 @@ class GatherOrder:
         """End the hold of `holder` on `unit`. After the last hold, free the unit's memory unless the unit `stays`."""
         self.current.events.append(("done", unit.number, int(backward_follows)))
         unit.release(holder)
+        if backward_follows and self.current.kind == "forward":
+            unit.keeps_post_forward = True
         for each in (unit, *unit.tied):
             if not self.stays(each):
                 each.free()

@@ -40,7 +40,7 @@ class _Unit:
         self.tied: list[_Unit] = []
         self.groups = [None if each is None else _Group(walk, each) for each in facts.gradients]
         self.stale = False  # whether its weights are from before the last optimizer step
-        self.keeps_shard = False  # whether a post-forward shard stays when the weights are freed
+        self.keeps_post_forward = False  # whether a post-forward shard stays when the weights are freed
         self.shard_held = False
         self.staging = 0
         self._walk = walk
@@ -88,7 +88,7 @@ class _Unit:
             unit.acquire(holder)
         self.prefetch()
         self.arrive()
-        self.keeps_shard = False
+        self.keeps_post_forward = False
         self.holders.append(holder)
 
     def release(self, holder: Any) -> None:
@@ -101,13 +101,17 @@ class _Unit:
         if self.resident and not self.holders:
             self.arrive()
             self.resident = False
-            keeps = self.keeps_shard and not self.shard_held and any(self.facts.post_forward)
+            keeps = self.keeps_post_forward and not self.shard_held and any(self.facts.post_forward)
             self.shard_held |= keeps
             for full, kept in zip_longest(self.facts.gathered, self.facts.post_forward, fillvalue=0):
                 self._walk.take(WEIGHTS, kept * keeps)
                 self._walk.give(WEIGHTS, full)
             if self.gathered_bytes:
                 self._walk.act("free", (self.number,))
+
+    def forget(self) -> None:
+        self.keeps_post_forward = False
+        self.drop_shard()
 
     def drop_shard(self) -> None:
         if self.shard_held:
@@ -199,8 +203,7 @@ class Walk:
         if trace.kind in ("forward", "evaluation", "schedule"):
             for unit in self.units:  # free weights that an earlier forward kept for its backward
                 unit.holders = [holder for holder in unit.holders if holder.lasts]
-                unit.keeps_shard = False
-                unit.drop_shard()
+                unit.forget()
                 unit.free()
             first = self.units[trace.uses[0] if trace.uses and trace.kind != "schedule" else 0].facts
             self.refreshes.begin(unit for unit in self.units if first.contains(unit.facts))
@@ -241,8 +244,6 @@ class Walk:
         elif event.what == "done":
             if backward and not event.detail:  # not a recomputation, whose backward follows
                 unit.release("until backward")
-            elif trace.kind == "forward":
-                unit.keeps_shard = bool(event.detail)
             self._gathers.done(unit, holder, backward_follows=bool(event.detail))
         elif event.what == "offer":
             self._gradients.offer(event.unit, defer=bool(event.detail))
@@ -270,8 +271,7 @@ class Walk:
             self._gradients.drain()
             for unit in self.units:
                 unit.release("until backward")
-                unit.keeps_shard = False
-                unit.drop_shard()
+                unit.forget()
             self._gathers.end_backward()
         if any(event.what == "ready" and event.detail for event in trace.events):  # an optimizer step may follow
             self.refreshes.fresh.clear()
