@@ -8,9 +8,9 @@ attention over whole rows is the same amount of work on each rank. With cp = 2:
     rank 1     1 1 2 2
 
     layer   exchanged over cp                                    bytes
-    *       keys and values, or an all-to-all of heads           grow with the row
-            with a window of at most one slice: the last keys    constant
-            and values of the slice before
+    *       an all-to-all of heads, or keys and values           grow with the row
+            keys and values with a window of at most one slice:  constant
+            only the last ones of the slice before
     +       latents and rotated keys                             grow with the row, but are fewer
     M, G, K the last inputs of the convolution, then the factor  constant
             and the summand with which a slice updates the state

@@ -303,7 +303,11 @@ class Documents:
 
 
 def _integers(name: str, values: Any, shape: str) -> Tensor:
-    """Return `values` as int64 on the host; raise unless they are integers. `shape`: the expected shape, for errors."""
+    """Return the tensor `values` as int64 on the host. `shape`: the expected dimensions, such as "[batch, seq]".
+
+    Raises `TypeError` if `values` are not a tensor. Raises `ValueError` if they are empty, have a floating-point dtype,
+    or have another number of dimensions than `shape`.
+    """
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} is a {type(values).__name__}: pass a tensor of integers {shape}")
     if values.dim() != shape.count(",") + 1 or values.is_floating_point() or not values.numel():

@@ -20,8 +20,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     loss is computed in float32, or in float64 for float64 logits.
 
     If `logits` require a gradient, forward also computes the gradient, some rows at a time, and stores it in the dtype
-    of `logits`. Temporary tensors have at most the size of these rows (see `rows_at_a_time`). Backward scales the
-    gradient in place, so a loss can be backpropagated only once, even with `retain_graph`. A second backward raises
+    of `logits`. Temporary copies of logits have only these rows (see `rows_at_a_time`). Backward scales the gradient
+    in place, so a loss can be backpropagated only once, even with `retain_graph`. A second backward raises
     `RuntimeError`.
     """
     check_labels(logits, labels)

@@ -34,16 +34,16 @@ class HybridModel(nn.Module):
     """A language model: an embedding, the layers that `cfg.pattern` describes, and a head that scores the next token.
 
     The pattern may also describe prediction depths (multi-token prediction). With tied embeddings, the head uses the
-    weight of the embedding. Initial weights depend only on `cfg`, the seed, the dtype and the type of device, not on
-    `meshes`. If the model is built on the meta device, they do not depend on the order in which you materialize its
-    modules (`to_empty` and `reset_parameters`).
+    weight of the embedding. Initial weights depend only on `cfg`, the dtype, the type of device, and a seed that is
+    drawn from torch's CPU generator when the first weight is filled. They do not depend on `meshes`, nor, if the model
+    is built on the meta device, on the order in which you materialize its modules (`to_empty` and `reset_parameters`).
 
     With a pipeline (`meshes.pp`), this rank has only some stages of the model. If the pattern has `|`, each segment of
     the pattern is a stage. Otherwise the layers are cut into stages of about equal cost. Parameters have the same names
     and initial values as in the whole model. Run a pipeline with `weft.overlap.forward_backward`.
 
     - `chunks`: the number of stages on each rank. Default: the number of segments divided by the number of pipeline
-      ranks, or 1 for a pattern without `|`.
+      ranks, or 1 for a pattern without `|`. Without pipeline ranks, the model has stages only if `chunks` is above 1.
     - `placement`: which stages a rank gets, "loop" or "v" (see `weft.pipeline.placement`).
 
     With `meshes.tp`, layers are split over the ranks of that axis (see `weft.models.tensor_parallel`). Experts are not
@@ -51,6 +51,9 @@ class HybridModel(nn.Module):
     the same loss. The parameters are DTensors. (Those of whole experts that are spread over ranks become DTensors in
     `weft.models.shard`.) A rank has the hidden states of only some positions: where a docstring of this class gives
     their shape as [batch, seq, hidden] or [B, S, D], a rank has [batch, seq / tp, hidden].
+
+    With `meshes`, all ranks must build their models in the same order, because the constructor may create process
+    groups.
 
     Raises `ValueError` if an axis of `meshes`, or the size of an axis, does not fit the model. An example is `ep` for a
     pattern without experts. Also raises `ValueError` if `chunks` or `placement` does not fit the pattern and the ranks.
@@ -306,13 +309,13 @@ class HybridModel(nn.Module):
                 returns the logits of its own `tokens`. Within rounding, they are equal to the logits that one call with
                 the whole sequence returns for these positions. One exception is a `rope_scaling` of type "dynamic" or
                 "longrope", whose rotation depends on the length of the sequence. The logits are then equal to those of
-                one call with the sequence up to these `tokens`. A call that changes the rotation of earlier positions
-                recomputes these positions. Another exception is a `capacity_factor`: each call applies the capacity to
-                its own tokens only.
+                one call with the sequence up to the last of these `tokens`. A call that changes the rotation of earlier
+                positions recomputes these positions. Another exception is a `capacity_factor`: each call applies the
+                capacity to its own tokens only.
             documents: the documents and the padding in the rows. No information passes between documents,
-                except in routers: auxiliary losses and capacities of experts are computed over whole rows or, with
-                context parallelism, over each rank's slices. The label at a document's last position is ignored (for
-                the exception see `Documents.continues`).
+                except in routers: auxiliary losses and capacities of experts are computed over whole rows. (With
+                context parallelism, the losses are computed over each rank's slices.) The label at a document's last
+                position is ignored (for the exception see `Documents.continues`).
             depths: if True, return only a list with the logits of each prediction depth (see `prediction_logits`).
 
         Without labels, returns the logits [batch, seq, vocabulary]. With labels, returns a scalar: the mean

@@ -2,8 +2,8 @@
 
 quantized        projections of attention, recurrent layers, MLPs and experts (routed and shared), including projections
                  that compute gates, and projections to and from the latent of experts
-unquantized      norms, biases, attention sinks, convolutions, decay parameters, routers, the shared expert's gate,
-                 embedding, head, and the projection of each prediction depth
+unquantized      norms, biases, attention sinks, convolutions, decay parameters, D of Mamba-2, routers, the shared
+                 expert's gate, embedding, head, and the projection of each prediction depth
 """
 
 from collections.abc import Iterator

@@ -19,7 +19,8 @@ groups. Logical layers are numbered from 0. The pattern `M[*-]|M[*E]/[*E]` has t
 layers each, and one prediction depth with one logical layer.
 
 In a group, only the last symbol can be `-` or `E`, and no two symbols have the same key. Neither the main part nor a
-prediction part has `+` together with `*` or `P`. All prediction parts are alike.
+prediction part has `+` together with `*` or `P`. All prediction parts are alike. A `/` at the end of the pattern has no
+effect.
 """
 
 from dataclasses import dataclass

@@ -29,8 +29,9 @@ def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
     """Return `state` with its stateful objects wrapped, so that `CheckpointManager.load` can load a checkpoint whose
     pattern groups the same symbols differently.
 
-    The first entry of `state` must be the model, and `cfg` its configuration. If the checkpoint has other symbols, or
-    has them in another order, `load` raises `CheckpointMismatch`, which lists the differences.
+    The first entry of `state` must be the model, and `cfg` its configuration. If the checkpoint has other layers, or
+    the same layers in another order, `load` raises `CheckpointMismatch`, which lists the differences. The order within
+    a logical layer of the checkpoint is not stored, and therefore not checked.
     """
     spelling = _Spelling(cfg)
     model = next(iter(state))
@@ -63,7 +64,7 @@ class _Spelling:
 
 def _numbers(stack: str, layers: Iterable[LogicalLayer], stored: Mapping[int, set[str]]) -> Numbers:
     """Map the model's numbers to the stored numbers. Return {} if the stored blocks differ from the blocks of `layers`
-    or are in another order."""
+    or are in another order. The order within a stored logical layer is unknown, and not compared."""
     mine = [(layer.index, LAYER_KEYS[symbol]) for layer in layers for symbol in layer.symbols]
     places, start = {}, 0
     for number, keys in sorted(stored.items()):

@@ -1,4 +1,4 @@
-"""Shards a hybrid model, with one unit per logical layer."""
+"""Shards a hybrid model, layer by layer."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,20 +11,20 @@ from weft.models.narrow import choose_weights
 
 
 def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
-    """Shard `model` in place, with one unit (one call of `weft.fully_shard`) per logical layer, and return `model`.
+    """Shard `model` in place, in units (one call of `weft.fully_shard` each), and return `model`.
 
-    Each logical layer and each prediction depth becomes one unit over `meshes.dense`. In each layer, experts that
-    are spread over ranks become a separate unit over `meshes.expert`. Each parameter of these experts is a DTensor with
-    the shape of all experts, and is also sharded over `meshes.ep` (over `meshes.expert_parts` if `meshes.etp` splits
-    each expert). The gradients of experts are averaged over all data-parallel ranks, like all other gradients. An
-    embedding that the first and the last stage of a pipeline share is one more unit. The model itself is the root unit.
-    The root unit has this rank's other parameters: embedding, final norm and head.
+    Each logical layer of the main part and each prediction depth (with its layers) becomes one unit over
+    `meshes.dense`. In each layer, experts that are spread over ranks become a separate unit over `meshes.expert`. Each
+    parameter of these experts is a DTensor with the shape of all experts, and is also sharded over `meshes.ep` (over
+    `meshes.expert_parts` if `meshes.etp` splits each expert). The gradients of experts are averaged over all
+    data-parallel ranks, like all other gradients. An embedding that the first and the last stage of a pipeline share is
+    one more unit. The model itself is the root unit. The root unit has this rank's other parameters: embedding, final
+    norm and head.
 
     `options` are passed to each `weft.fully_shard` call, with these exceptions:
 
     - `runtime` is passed to the root only.
-    - The `output_dtype` of `mp_policy` applies to the root only: the outputs of experts and of layers stay in
-      `param_dtype`.
+    - The `output_dtype` of `mp_policy` applies to the root only: the other units do not cast their outputs.
     - For separate units of experts, `gradient_divide_factor` is changed so that gradients are averaged as stated above.
       If `meshes.expert` is 1-D, `outer_strategy` is "no_shard" for these units.
 

@@ -19,7 +19,8 @@ _FEW = {"*P": "num_key_value_heads", "MP": "mamba_n_groups", "G": "linear_num_ke
 
 
 def check_context(cfg: HybridConfig, context: int, size: int) -> None:
-    """Raise `ValueError` if a model of `cfg` cannot use `context` context-parallel and `size` tensor-parallel ranks."""
+    """Raise `ValueError` if a model of `cfg` cannot use `context` context-parallel ranks beside `size` tensor-parallel
+    ranks. `check_shared` checks the tensor-parallel ranks."""
     for kinds, (name, kernel) in _KERNELS.items():
         if context > 1 and set(cfg.pattern) & set(kinds) and getattr(cfg, name) == kernel:
             raise ValueError(
@@ -45,6 +46,7 @@ def least_row(cfg: HybridConfig, context: int) -> int:
     Each row is padded to a multiple of 2 x `context` positions and cut into 2 x `context` slices (see
     `weft.models.context`). At the first position of a slice, a convolution with a kernel of K positions also reads the
     K - 1 positions before it. All of these must be in the previous slice, so a slice needs at least K - 1 positions.
+    With more than two tensor-parallel ranks, rows are padded to a larger multiple. The result does not consider this.
     """
     widths = [getattr(cfg, name) for kinds, name in _CONVOLUTIONS.items() if set(cfg.pattern) & set(kinds)]
     return 2 * context * max(max(widths, default=1) - 2, 0) + 1 if context > 1 else 1

@@ -30,7 +30,7 @@ def convert(
     bit-exact. Tensors are copied one after another, so the whole model is never in memory. Raises `ConversionError`,
     before anything is written, if the conversion is not possible. Two faults raise it later: copies of a tensor that
     differ from each other, and damage in a file that has only such copies or weights that the text model does not use.
-    What was written until then is deleted.
+    What was written until then is deleted. Raises `ConfigError` if `source` does not exist.
 
     - `ignored`: unknown fields of config.json to ignore. Only for the conversion of Hugging Face files.
     - `model_type`: the family to write. Only for the conversion back. Default: the family from which the model was

@@ -1,6 +1,6 @@
 """The tensor names of prediction depths (multi-token prediction modules) in the files of each family.
 
-    family                 prefix of a layer of depth k (from 0)    norms and projection of the depth
+    family                 prefix of layer i of depth k (from 0)    norms and projection of the depth
     ---------------------  ---------------------------------------  --------------------------------------------------
     DeepSeek-V3, GLM       model.layers.{main layers + k}.          with the same prefix: enorm, hnorm, eh_proj,
                                                                     shared_head.norm; copies: embed_tokens,

@@ -1,6 +1,7 @@
 """Falcon-H1 (arXiv:2507.22448): attention and Mamba-2 side by side, with fixed multipliers in many places.
 
-Falcon-H1 also multiplies the inputs of projections by factors. weft folds these into the multipliers of the outputs.
+Falcon-H1 also multiplies the inputs of projections by factors. weft folds these into `attention_scale` and the
+multipliers of outputs.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""MiniMax-M2: attention that rotates half of each head, with norms of queries and keys over all heads; sigmoid-scored
-experts in all layers."""
+"""MiniMax-M2: attention that may rotate only a part of each head, with norms of queries and keys over all heads;
+sigmoid-scored experts in all layers."""
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig

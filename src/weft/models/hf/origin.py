@@ -1,8 +1,9 @@
-"""The files of a loaded model besides its weights. They stay with the model until it is saved.
+"""The files of a loaded model besides its weights. They are written again when the model is saved.
 
-Among them are config.json, the tokenizer, the chat template, the generation settings, and the weights of other parts of
-a larger model. A training run keeps them in its folder `origin`, a directory in weft's own format without the weights
-of the model.
+Among them are config.json, the tokenizer, the chat template and the generation settings. Weights of other parts of a
+larger model are not loaded. They are copied from the original directory if the model is saved in its original family. A
+training run keeps all of these in its folder `origin`, a directory in weft's own format without the weights of the
+model.
 """
 
 import dataclasses

@@ -22,9 +22,9 @@ def from_pretrained(
     """Load the model in a directory and return it, in evaluation mode.
 
     `meshes`: the meshes over which the model is sharded. Default: the whole model is on the CPU. `dtype`: the dtype of
-    the weights. Default: fp32. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` as
-    `config_of` and `load` do, `TypeError` if `dtype` is not a `torch.dtype`, and `ValueError` if `meshes` does not fit
-    the model.
+    the weights. Default: fp32. `ignored`: unknown fields of config.json to ignore. Raises `ConfigError` and
+    `ConversionError` as `config_of` and `load` do, `TypeError` if `dtype` is not a `torch.dtype`, and `ValueError` if
+    `meshes` does not fit the model.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype={dtype!r}: pass a torch.dtype, such as torch.bfloat16, or None for torch.float32")

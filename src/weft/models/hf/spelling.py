@@ -4,7 +4,7 @@ difference         name in the tables                  name in the directory
 -----------------  ----------------------------------  ---------------------------------------------------------------
 nested text model  model.layers.0...                   model.language_model.layers.0..., config.json has text_config
 nested, Gemma 3    model.layers.0..., lm_head          language_model.model.layers.0..., language_model.lm_head
-state_dict() file  block_sparse_moe., backbone.        mlp., model.: the names that transformers uses in memory
+state_dict() file  such as block_sparse_moe.           such as mlp.: the names that transformers uses in memory
 fused experts      experts.0.gate_proj.weight, ...     experts.gate_up_proj, experts.down_proj, for all experts
 other weights      none                                image and sound weights of a larger model: `beside`
 """

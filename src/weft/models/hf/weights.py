@@ -34,7 +34,8 @@ def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] 
     Raises `ConversionError` if the directory holds a model of another configuration, or lacks a tensor of the model.
     Also raises it for an unknown tensor, a tensor of another shape, and a weight that is not fp64, fp32, fp16 or bf16.
     In all these cases, no weight has been filled. If the directory has several copies of one tensor and they differ,
-    `ConversionError` may be raised after some weights have been filled.
+    `ConversionError` may be raised after some weights have been filled. Raises `ConfigError` if the directory does not
+    exist.
     """
     directory = Path(directory)
     cfg = config_of(directory, ignored=ignored)

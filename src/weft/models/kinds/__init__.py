@@ -1,7 +1,8 @@
 """The kinds of layers: configuration fields with defaults, rules and docstrings. No file of this folder imports torch.
 
 To add a kind, add a file here and a file in `weft.models.layers`. Add the class of its fields to the bases of `Kinds`.
-For tensor and context parallelism, also add it to the tables of `weft.models.tensor_parallel` and `weft.models.shared`.
+For tensor and context parallelism, also add the kind to the tables of `weft.models.tensor_parallel` and
+`weft.models.shared`.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 
     hidden_size: int = size(128)   # the docstring below the field is its description in the documentation
 
-`check_values` applies the rule of each field. Rules that involve several fields are in the method `check` of the class
-that declares them.
+`check_values` applies the rule of each field. The method `check` of a class applies the rules that involve several of
+its fields.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 q, k, v = W_q x, W_k x, W_v x      per head; then norms, over one head or all heads, and rotation of q and k
 o       = softmax(scale q k^T) v   over positions up to the query's, optionally in a window; a sink takes part in the
                                    softmax like a position whose value is 0 (arXiv:2309.17453)
-y       = W_o (o * sigmoid(g))     the optional gate g is the second half of each head's rows of W_q
+y       = W_o (o * sigmoid(g))     the optional gate g is the second half of each head's part of W_q x
 """
 
 from collections.abc import Callable

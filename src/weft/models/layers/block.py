@@ -46,8 +46,8 @@ class Embedding(nn.Embedding):
     `padding_idx`: a token whose vector gets no gradient from the embedding. A tied head still gives the vector a
     gradient.
 
-    With tensor parallelism (`ranks` is set), each rank stores the vectors of a part of the vocabulary. `forward` takes
-    the tokens of all positions, and returns the vectors of this rank's positions: [B, S] -> [B, S / tp, hidden].
+    With tensor parallelism (`ranks` is set), each rank looks up the tokens of its part of the vocabulary. `forward`
+    takes the tokens of all positions, and returns the vectors of this rank's positions: [B, S] -> [B, S / tp, hidden].
     """
 
     ranks: TensorRanks | None = None
@@ -97,7 +97,7 @@ class Block(nn.Module):
         self.multiplier = cfg.residual_multiplier
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """Return the layer's output [B, S, D] for the normalized input, before `post_norm` and the residual sum.
+        """Return the layer's output [B, S, D] before `post_norm` and the residual sum. `x_BSD`: the input after `norm`.
 
         `state`: if given, the state after the earlier positions. `x_BSD` then has only the later positions, and the
         call updates the state with them. With `documents`, no position depends on another document.

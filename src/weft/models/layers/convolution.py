@@ -17,8 +17,8 @@ from weft.moe.source import WeightSource
 class CausalConvolution(nn.Module):
     """Causal convolution of each channel, then silu; [B, S, channels] -> [B, S, channels].
 
-    The weight is [channels, 1, K], as in a torch.nn.Conv1d with a kernel of K positions. For decoding, the convolution
-    caches its last K - 1 inputs.
+    The weight is [channels, 1, K], as in a depthwise torch.nn.Conv1d with a kernel of K positions. For decoding, the
+    convolution caches its last K - 1 inputs.
     """
 
     def __init__(self, channels: int, kernel: int, source: WeightSource, *, bias: bool) -> None:
@@ -29,7 +29,7 @@ class CausalConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the weight uniformly, within the bounds of torch.nn.Conv1d, and the bias with zeros."""
+        """Initialize the weight as a depthwise torch.nn.Conv1d does (uniformly), and the bias with zeros."""
         bound = self.weight.shape[-1] ** -0.5
         self.source.uniform_(self.weight, -bound, bound)
         if self.bias is not None:

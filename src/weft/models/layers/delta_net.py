@@ -9,7 +9,7 @@ a chunk depend on each other through a triangular system (the UT transform, arXi
 all chunks are solved at once. The states are computed one chunk after another. If document numbers are given, the
 decay into the first position of each document is 0.
 
-The decay g is one number per head, or one number per channel of a head's key (`kimi_delta`).
+The log of the decay, g, is one number per head, or one number per channel of a head's key (`kimi_delta`).
 
 Suffixes of names: H key heads, R value heads per key head, K chunks, L positions of a chunk, C width of keys or values,
 D decays per head (1 or C).
@@ -154,7 +154,8 @@ def delta_chunked(
     """Compute the result of `delta_stepwise` by matrix products over chunks.
 
     `slices`: if given, the tensors have one row for each of this rank's slices (`Slices.rows`). The initial state of a
-    slice is the state after the slice before it, which may be on another context rank.
+    slice is the state after the slice before it, which may be on another context rank. The returned last state lacks
+    the effect of earlier slices.
     """
     before_B = None
     if slices is not None:

@@ -76,7 +76,8 @@ class Experts(MoE):
         return "with one row per rank the number of rows changes between calls"
 
     def _join_eagerly(self) -> None:
-        """Let `weft.Graphs` count each call of `join` as eager: graphs capture `_joined`, which `join` does not use."""
+        """Let `weft.Graphs` count each call of `join` as eager. In the scope "finish", graphs capture `_joined`, which
+        `join` does not call with `ranks` or with one row per rank."""
         scopes = {name: scope for name, scope in type(self).graph_scopes.items() if name != "_joined"}
         vars(self)["graph_scopes"] = {**scopes, "join": ("finish", ("latent_out", "post_norm"))}
 
@@ -132,8 +133,8 @@ class Experts(MoE):
         return kept.before(output)
 
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: Handle) -> Tensor:
-        """Sum the experts' output `rows` per token with the routing weights, and add the shared expert's output. Return
-        the residual stream [B, S, D] with this sum added."""
+        """Compute the layer's output from `rows`, the outputs of experts (see `MoE.receive`). Add this output to the
+        residual stream, and return the sum, [B, S, D]."""
         goes, residual, shared = handle.permutation, kept["residual"], kept.get("shared")
         if goes is None or isinstance(handle, Halves) or self.ranks is not None:
             return self._added(residual, self.receive(rows, kept.get("weights"), shared, handle))
@@ -159,7 +160,8 @@ class Experts(MoE):
 
 
 def dispatcher_of(cfg: HybridConfig, meshes: Meshes | None) -> Dispatcher | None:
-    """Return the dispatcher that sends tokens to experts on other ranks, or None if all experts are on this rank."""
+    """Return a new dispatcher that sends tokens to experts on other ranks, or None if all experts are on this rank.
+    Collective."""
     if meshes is None or meshes.ep is None:
         return None
     return AllToAll(meshes.ep, cfg.num_experts, rows_per=cfg.moe_rows_per)

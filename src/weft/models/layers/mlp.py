@@ -38,7 +38,7 @@ class MLP(FeedForward):
         self.multiplier = cfg.residual_multiplier
 
     def share(self, ranks: TensorRanks) -> None:
-        """Divide the inner width over tensor-parallel ranks (see `Block.share`).
+        """Prepare the MLP for tensor-parallel ranks, which divide its inner width (see `Block.share`).
 
         If `weft.Graphs` captures the MLP, the collectives are outside of the graph.
         """

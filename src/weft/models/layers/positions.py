@@ -56,9 +56,9 @@ class Positions:
         del self.whole
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Sum `x` over the ranks and return this rank's positions of the sum.
+        """Sum `x` over the ranks and return this rank's positions of the sum. Without ranks, return `x`.
 
-        `x`: a tensor that was computed from `whole`. `before` describes the backward.
+        `x`: a tensor that was computed from `whole`. See `before` for when backward gathers `whole` again.
         """
         return x if self._ranks is None else self._ranks.scatter(self.before(x))
 

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
 Pair i of a head's elements at position p is rotated by the angle p * f_i, f_i = theta^(-2i / width). A pair has the
-elements i and i + width / 2, or with `interleave` 2i and 2i + 1. `scaling` changes f for contexts longer than the
+elements i and i + width / 2, or with `interleave` 2i and 2i + 1. `scaling` changes f so that contexts can exceed the
 "first context", the length with which the model was first trained (`original_max_position_embeddings`):
 
     none      f
@@ -40,7 +40,7 @@ class RotaryEmbedding(nn.Module):
 
     The attention layers of a stack share one instance. `cos` and `sin` are buffers [positions, width] that are not
     saved in checkpoints. They grow when a sequence is longer than the buffers. They stay in fp32 if the module is cast
-    to half precision, or if torch's default dtype is one.
+    to half precision, or if torch's default dtype is a half-precision one.
     """
 
     cos: Tensor
@@ -104,8 +104,8 @@ class RotaryEmbedding(nn.Module):
     def _rows_of(self, documents: Borders, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin of each position, [B, S, width] in `dtype`. All positions in documents are below `end`.
 
-        They are computed once per batch. Queries and keys of all layers with this rotation share them, in forward and
-        backward.
+        cos and sin are computed once per batch. Queries and keys of all layers with this rotation share them, in
+        forward and backward.
         """
         name = f"{self._spelled}, {self.cos.dtype} as {dtype}"  # everything that the tables depend on
         both = documents.kept(self.cos.device, name, lambda: torch.stack(self._turns(documents, end)).to(dtype))
