@@ -111,7 +111,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an error of one rank's state leaves the other ranks waiting",
-        "CheckpointManager._on_first_rank",
+        "Ranks.on_first",
         "self._told(error)",
         "error",
         "checkpoint/test_manager.py::test_an_error_of_an_own_function_on_one_rank_is_raised_on_every_rank",

@@ -19,8 +19,8 @@ from weft.checkpoint import (
     committed_steps,
     directory,
     locking,
-    manager,
     probe,
+    ranks,
     storage,
     verify,
 )
@@ -211,7 +211,7 @@ def test_the_hang_detector_does_not_watch_the_background_save(tmp_path, monkeypa
         return called(*values, watched=watched)
 
     for name in ("exchange_objects", "broadcast_object"):
-        monkeypatch.setattr(manager, name, partial(noted, getattr(manager, name)))
+        monkeypatch.setattr(ranks, name, partial(noted, getattr(ranks, name)))
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, STATE)
     assert set(found) == {(True, False), (False, True)}

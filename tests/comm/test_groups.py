@@ -97,8 +97,8 @@ def test_some_ranks_keep_checkpoints_of_their_own_whatever_groups_others_have_ma
     mine = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     for _ in range(2):
         with CheckpointManager(tmp_path / str(rank // 2), process_group=mine) as manager:
-            assert exchange_objects(rank, manager._group) == [rank // 2 * 2, rank // 2 * 2 + 1]
-            assert exchange_objects(rank, manager._writers) == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert exchange_objects(rank, manager._ranks.group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert exchange_objects(rank, manager._writers.group) == [rank // 2 * 2, rank // 2 * 2 + 1]
 
 
 def test_a_group_that_only_its_own_ranks_make_gets_its_name_in_one_place():

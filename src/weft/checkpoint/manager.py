@@ -8,9 +8,8 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,19 +20,16 @@ from weft.checkpoint import probe
 from weft.checkpoint.loading import CheckpointMismatch, LoadPlanner, Stored, compare, stored_below
 from weft.checkpoint.locking import Lock, lock
 from weft.checkpoint.manifest import METADATA, CheckpointError, CheckpointGone, File, Manifest, one_line, readable_size
+from weft.checkpoint.ranks import Ranks
 from weft.checkpoint.reading import Reader, describe, plain_errors
 from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
 from weft.checkpoint.state import check_loadable, check_names, is_stateful, state_dict_of
 from weft.checkpoint.storage import operation
 from weft.checkpoint.writing import Writer
-from weft.comm.groups import broadcast_object, destroy, exchange_objects, group_beside
-
-Result = TypeVar("Result")
 
 # torch warns at each save without a process group. A single process needs none, so the warning is suppressed.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
-_COLLECTIVE_TIMEOUT = timedelta(hours=2)  # the slowest rank may need this much longer than the fastest to write
 _LOCK_TIMEOUT_S = 30.0
 _ATTEMPTS = 10
 """The number of attempts to load the newest checkpoint while a training run deletes it and saves newer ones."""
@@ -68,11 +64,12 @@ class CheckpointManager:
         self.directory = Path(directory)
         self.keep = keep
         self._progress = progress
-        self._beside = (process_group or dist.group.WORLD) if dist.is_initialized() else None
-        self._groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None = None
-        self.rank = dist.get_rank(self._beside) if self._beside else 0
-        self.ranks = dist.get_world_size(self._beside) if self._beside else 1
-        self._open()
+        beside = (process_group or dist.group.WORLD) if dist.is_initialized() else None
+        self._ranks = Ranks(beside)
+        self._writers = Ranks(beside, watched=False)
+        """The same ranks, for the thread that writes: the main thread may issue collectives meanwhile."""
+        self.rank, self.ranks = self._ranks.rank, self._ranks.size
+        self._connect()
         self._stager = Stager()
         self._lock: Lock | None = None
         self._identity = ""
@@ -89,27 +86,10 @@ class CheckpointManager:
         """Steps of all checkpoints that existed when `load` did not load the newest. This manager deletes none of them:
         each step that it saves may be lower than theirs."""
 
-    def _open(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """Return the process groups of the main thread and of the background thread. Collective after `close`.
-
-        Both are separate from training's groups, so that collectives do not mix. The background thread has a group to
-        itself, because the main thread may issue collectives while the background thread writes.
-        """
-        if self._groups is None:
-            made = (
-                group_beside(self._beside, "checkpoints", timeout=_COLLECTIVE_TIMEOUT) if self._beside else None
-                for _ in range(2)
-            )
-            self._groups = next(made), next(made)
-        return self._groups
-
-    @property
-    def _group(self) -> dist.ProcessGroup | None:
-        return self._open()[0]
-
-    @property
-    def _writers(self) -> dist.ProcessGroup | None:
-        return self._open()[1]
+    def _connect(self) -> None:
+        """Connect the ranks. Collective after `close`, and in the constructor."""
+        self._ranks.connect()
+        self._writers.connect()
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -131,9 +111,9 @@ class CheckpointManager:
         """
         self.wait()
         self._prepare(None)
-        tried = self._on_first_rank(lambda: probe.try_save(self.directory))
-        unseeing = [rank for rank, sees in enumerate(self._of_all(probe.sees(tried), self._group)) if not sees]
-        self._on_first_rank(lambda: probe.remove(tried))
+        tried = self._ranks.on_first(lambda: probe.try_save(self.directory))
+        unseeing = [rank for rank, sees in enumerate(self._ranks.of_all(probe.sees(tried))) if not sees]
+        self._ranks.on_first(lambda: probe.remove(tried))
         if unseeing:
             raise probe.blind(unseeing, tried)
 
@@ -171,7 +151,7 @@ class CheckpointManager:
             staged = self._stager.stage(self._flat(state))
         except Exception as error:
             failed = error
-        self._raise_everywhere(failed)  # before any rank begins to write and waits for the others
+        self._ranks.raise_everywhere(failed)  # before any rank begins to write and waits for the others
         if not asynchronous:
             self._write(step, staged, committed)
             return
@@ -205,9 +185,8 @@ class CheckpointManager:
             self._finish()
         finally:
             if self._saving is None:  # unless the wait was interrupted
-                groups, self._groups = self._groups, None
-                for group in groups or ():
-                    destroy(group)
+                self._ranks.disconnect()
+                self._writers.disconnect()
 
     def _finish(self) -> None:
         try:
@@ -219,7 +198,8 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Return the steps of the committed checkpoints, oldest first."""
-        return self._on_first_rank(lambda: folder.committed_steps(self.directory))
+        self._connect()
+        return self._ranks.on_first(lambda: folder.committed_steps(self.directory))
 
     def latest(self) -> int | None:
         """Return the step of the newest committed checkpoint, or None if there is no checkpoint."""
@@ -301,7 +281,7 @@ class CheckpointManager:
             folder.require_own(path, found[0])
             return found
 
-        manifest, metadata = self._on_first_rank(described)
+        manifest, metadata = self._ranks.on_first(described)
         resharded = manifest.ranks != self.ranks
         templates: dict[str, tuple[str, Mapping[str, Any]]] = {}
         expected: dict[str, Any] = {}
@@ -319,15 +299,15 @@ class CheckpointManager:
                 expected |= flatten(templates[name][1], prefix)
         except Exception as error:
             failed = error
-        if (failed := self._failed_anywhere(failed)) is not None:
+        if (failed := self._ranks.failed_anywhere(failed)) is not None:
             return failed
-        everywhere = {key for keys in self._of_all(list(expected), self._group) for key in keys}
+        everywhere = {key for keys in self._ranks.of_all(list(expected)) for key in keys}
         mismatch: Exception | None = None
         try:
             compare(str(path), expected, stored, everywhere)
         except CheckpointMismatch as error:
             mismatch = error
-        self._raise_everywhere(mismatch)
+        self._ranks.raise_everywhere(mismatch)
 
         reader = Reader(path, manifest, metadata)
         tensors = {key: value for key, value in expected.items() if isinstance(stored[key], TensorStorageMetadata)}
@@ -340,7 +320,7 @@ class CheckpointManager:
                     value.check_load({key.removeprefix(prefix): plain[key] for key in plain if key.startswith(prefix)})
                 except Exception as error:  # the object cannot load it; the checkpoint is intact
                     failed = failed or error
-        if (failed := self._failed_anywhere(failed)) is not None:
+        if (failed := self._ranks.failed_anywhere(failed)) is not None:
             return failed
 
         loaded = {**plain, **self._read(tensors, reader)}
@@ -356,7 +336,7 @@ class CheckpointManager:
                     value.update(content)
             except Exception as error:  # the object cannot load it; the checkpoint is intact
                 failed = failed or error
-        return self._failed_anywhere(failed)
+        return self._ranks.failed_anywhere(failed)
 
     def _read(self, entries: dict[str, Any], reader: Reader) -> dict[str, Any]:
         """Return `entries` with the stored values. Tensors are filled in place. A CheckpointError means that the
@@ -367,8 +347,8 @@ class CheckpointManager:
                 entries,
                 storage_reader=reader,
                 planner=planner,
-                process_group=self._group,
-                no_dist=self._group is None,
+                process_group=self._ranks.group,
+                no_dist=self._ranks.group is None,
             )
         return {**entries, **planner.loaded}
 
@@ -409,7 +389,8 @@ class CheckpointManager:
                     f"choose another directory"
                 )
 
-        self._on_first_rank(prepare)
+        self._connect()
+        self._ranks.on_first(prepare)
 
     def _write_in_background(self, step: int, staged: Staged, committed: Callable[[], None]) -> None:
         try:
@@ -441,9 +422,9 @@ class CheckpointManager:
             self._say(f"saved step {step} in {time.monotonic() - started:.1f} s ({readable_size(manifest.bytes)})")
 
         started = time.monotonic()
-        temporary = self._on_first_rank(begin, self._writers)
+        temporary = self._writers.on_first(begin)
         try:
-            unseeing = [rank for rank, sees in enumerate(self._of_all(temporary.is_dir(), self._writers)) if not sees]
+            unseeing = [rank for rank, sees in enumerate(self._writers.of_all(temporary.is_dir())) if not sees]
             if unseeing:
                 raise probe.blind(unseeing, temporary)
             with plain_errors():
@@ -451,11 +432,11 @@ class CheckpointManager:
                     {},
                     storage_writer=Writer(temporary),
                     planner=staged,
-                    process_group=self._writers,
-                    no_dist=self._writers is None,
+                    process_group=self._writers.group,
+                    no_dist=self._writers.group is None,
                 )
             manifest = Manifest(step, self.ranks, self._measure(temporary), run=self._identity)
-            self._on_first_rank(commit, self._writers)
+            self._writers.on_first(commit)
         except BaseException:
             if self.rank == 0:
                 with suppress(OSError):
@@ -472,52 +453,11 @@ class CheckpointManager:
         except OSError as error:
             own = error
         files: dict[str, File] = {}
-        for part in self._of_all(own, self._writers):
+        for part in self._writers.of_all(own):
             if isinstance(part, OSError):
                 raise part
             files |= part
         return files
-
-    def _of_all(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-        """Return every rank's `value`, in rank order."""
-        if group is None:
-            return [value]
-        return exchange_objects(value, group, "a checkpoint", watched=group is not self._writers)
-
-    def _raise_everywhere(self, failed: Exception | None) -> None:
-        """Raise an error on every rank if any rank has `failed` (an error, or None)."""
-        if (error := self._failed_anywhere(failed)) is not None:
-            raise error
-
-    def _failed_anywhere(self, failed: Exception | None) -> Exception | None:
-        """Return this rank's error or, if it has none, the first one of another rank. None if no rank has `failed`."""
-        others = self._of_all(self._told(failed), self._group)
-        return failed or next((found for found in others if found is not None), None)
-
-    def _told(self, failed: Exception | None) -> Exception | None:
-        """Return the error that other ranks raise because this rank has `failed`. Errors that are not weft's may not be
-        picklable, so a RuntimeError takes their place."""
-        if failed is None or type(failed).__module__.startswith("weft."):
-            return failed
-        return RuntimeError(f"rank {self.rank}: {type(failed).__name__}: {one_line(failed)}")
-
-    def _on_first_rank(self, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-        """Run `action` on the first rank. All ranks of `group` (default: `_group`) receive its result or its error."""
-        group = group or self._group
-        answer: list[Any] = [None, None]
-        failed: Exception | None = None
-        if self.rank == 0:
-            try:
-                answer[0] = action()
-            except Exception as error:
-                failed, answer[1] = error, self._told(error)
-        if group is not None:
-            answer = broadcast_object(
-                answer, group, "the checkpoint of the first rank", watched=group is not self._writers
-            )
-        if answer[1] is not None:
-            raise failed or answer[1]
-        return answer[0]
 
     def _say(self, line: str) -> None:
         if self._progress is not None and self.rank == 0:
