@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `weft bench` returns the exit code of torchrun.
 
     `arguments`: the words after `weft`. Default: the arguments of this process. Raises SystemExit with code 2 for an
-    invalid command.
+    invalid command, and with code 0 after `--help`, `--version` or `--completion`.
     """
     outlive_readers()
     arguments = list(sys.argv[1:] if arguments is None else arguments)

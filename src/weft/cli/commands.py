@@ -47,8 +47,8 @@ def config(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run one training step of a small copy of a configuration twice: first on one rank, then on `--ranks` ranks (or
-    fewer), which are threads of this process. Print the differences between the two results.
+    """Run forward, backward and clipping of a small copy of a configuration twice: first on one rank, then on `--ranks`
+    ranks (or fewer), which are threads of this process. Print the differences between the two results.
 
     Returns 1 if there are differences. Raises ValueError for an invalid number of ranks or invalid settings.
     """

@@ -64,7 +64,8 @@ def start(options: argparse.Namespace) -> int:
 
 
 def _find_configuration(options: argparse.Namespace) -> str:
-    """Return the path of the configuration that `--example`, CONFIG.toml or `--resume` names."""
+    """Return the path of the configuration that `--example`, CONFIG.toml or `--resume` names. Also set
+    `options.config` to this path, unless it is in the run that `--resume` names."""
     from weft.checkpoint.storage import require_exists
     from weft.train.config import ConfigError
     from weft.train.run.runs import CONFIG, refuse_no_run, refuse_other_directories, run_directory
@@ -135,7 +136,8 @@ def _check_weights(options: argparse.Namespace, config_path: str) -> None:
 
 
 def _check_trust(options: argparse.Namespace, config_path: str) -> None:
-    """Raise ConfigError if the configuration belongs to a run and names code that the user has not trusted."""
+    """Raise ConfigError if the configuration comes from the run that `--resume` names, and names code that the user has
+    not trusted."""
     from weft.train.config import load_config
     from weft.train.run.launch import RUN
     from weft.train.run.trust import require_trust

@@ -211,8 +211,9 @@ class TrainConfig:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a configuration from a TOML file. `overrides` such as "train.steps=20" take precedence over the file.
 
-    The value of an override is written as in TOML, but text needs no quotes ("run.name=first"). Raises ConfigError for
-    a file that cannot be read, and for unknown or invalid settings.
+    The value of an override is written as in TOML, but text needs no quotes ("run.name=first"). If an override of
+    `train.steps` is too low for `schedule.warmup_steps`, the latter is unset, and `notes` says so. Raises ConfigError
+    for a file that cannot be read, and for unknown or invalid settings.
     """
     try:
         text = read_bounded(path, _LARGEST).decode("utf-8-sig")  # some editors put a byte order mark first
@@ -323,7 +324,8 @@ def _build(section_class: Any, values: Mapping[str, Any], section: str) -> Any:
 
 
 def _unknown(section: str, name: str | None) -> str:
-    """Return the message for an unknown setting or, if `name` is None, an unknown section. It suggests a known one."""
+    """Return the message for an unknown setting or, if `name` is None, an unknown section. The message suggests a
+    similar name or, if there is none, lists the known names."""
     every = {s: [f.name for f in dataclasses.fields(c) if f.init] for s, c in SECTIONS.items()}
     word, known, shown = (section, list(every), "[{}]") if name is None else (name, every[section], section + ".{}")
     homes = [f"{s}.{word}" for s, names in every.items() if word in names]

@@ -72,8 +72,10 @@ def _moved(leaf: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dict[str, float]:
-    """Return, by name, the validation loss and the numbers that your loss returns. Each is a mean over the microbatches
-    of all ranks.
+    """Return, by name, `task.validation_values` of the validation loss, and the numbers that your loss returns.
+
+    The loss is the mean over the microbatches of all ranks, weighted by `task.validation_weights`. The numbers are
+    means without weights.
 
     Collective. Returns {} if there is no validation set. `moved`: a function that tells the watchdog that this rank
     makes progress. It is called before each call of `task.validation_losses`.
@@ -107,7 +109,7 @@ def evaluate(
     trust: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, float]:
-    """Return the validation loss and other numbers of a run's checkpoint, by name. Runs in this process alone.
+    """Return, by name, the step, the validation loss and other numbers of a run's checkpoint. Uses this process alone.
 
     Args:
         run: the directory of the run.
@@ -153,7 +155,7 @@ def evaluate(
 
 
 def for_one_process(config: TrainConfig) -> TrainConfig:
-    """Return `config` without sharding, and without the settings that only a sharded run may have."""
+    """Return `config` without sharding, without settings that only a sharded run may have, and without compilation."""
     model, loop = config.model, config.train
     loop = dataclasses.replace(
         loop,

@@ -34,7 +34,8 @@ class ExpertBalance:
         return sum(router_losses(self._model).values(), zero)
 
     def after_step(self, *, show: bool, skipped: bool) -> dict[str, list[int]]:
-        """Change the biases according to the loads of the step, unless the step is `skipped`. Collective.
+        """Change the biases according to the loads of the step, unless the step is `skipped`. Then reset the loads.
+        Collective.
 
         With `show`, return, by layer name, how often each expert was chosen in the step, summed over all ranks.
         Otherwise return an empty dictionary.

@@ -11,8 +11,8 @@ from weft.train.errors import ConfigError
 def imported(setting: str, place: str) -> Any:
     """Import the object at `place`, which has the form "package.module:attribute". Return the object.
 
-    A module in the working directory is found too. If there is no such object, raises ConfigError, which names
-    `setting`.
+    Appends the working directory to `sys.path`, so that modules there are found too. If there is no such object, raises
+    ConfigError, which names `setting`.
     """
     module, colon, attribute = place.partition(":")
     if not (colon and module and attribute):

@@ -374,8 +374,8 @@ class Trainer:
         return values, stops > 0
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
-        """Return the error with which all ranks end the run. It names the first parameters that are not finite.
-        Collective."""
+        """Wait for the running save, and return the error with which all ranks end the run. The error names the first
+        weights and gradients that are not finite. Collective."""
         found = weft.find_nonfinite(self.model)
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         with suppress(CheckpointError):  # if the running save fails, an earlier checkpoint is the latest

@@ -58,8 +58,8 @@ class Passes:
         """The named scalars of the last step's losses."""
 
     def run(self, step: int, microbatches: list[Any]) -> torch.Tensor:
-        """Compute the gradients of this rank's mean loss, with each loss weighted by `microbatch_weights`. Return each
-        microbatch's loss times its weight, in a 1-D tensor on the device."""
+        """Compute the gradients of the mean loss over all ranks, with losses weighted by `microbatch_weights`. Return
+        the loss of each of `microbatches` times its weight, in a 1-D tensor on the device."""
         self.own_numbers = OwnNumbers(self._device)
         if self._are_counted:
             return self._forward_backward(step, microbatches)
@@ -67,8 +67,8 @@ class Passes:
         return self._counted(step, microbatches)
 
     def depth_losses(self) -> torch.Tensor:
-        """Return the loss of each multi-token prediction depth, summed over microbatches, [depths]. The losses are 0 on
-        pipeline stages before the last."""
+        """Return the loss of each multi-token prediction depth, summed over this rank's microbatches since the last
+        call, [depths]. The losses are 0 on a pipeline rank without the depths."""
         losses = prediction_losses(self._task.model)
         if self.table is not None and not losses.numel():
             return torch.zeros(self._config.hybrid.parsed.depths)

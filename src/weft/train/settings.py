@@ -1,4 +1,7 @@
-"""Lists every setting with its default and documentation, for `weft config` and docs/settings.md."""
+"""Lists the settings with their defaults and documentation, for `weft config` and docs/settings.md.
+
+The settings of `OwnModelConfig`, which replace those of [model] for your own model, are not listed.
+"""
 
 import ast
 import dataclasses

@@ -28,7 +28,8 @@ class Spikes:
     def is_one(self, norm: float) -> bool:
         """Return whether to skip the step with the gradient norm `norm`. At most 10 steps in a row are skipped.
 
-        All ranks must pass the same norm.
+        Call this once for each step, because it updates the kept norms and the counts. All ranks must pass the same
+        norm.
         """
         if not self.times or len(self.norms) < _LEAST:
             found = False

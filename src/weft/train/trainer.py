@@ -34,7 +34,8 @@ class Trainer(loop.Trainer):
     """Trains any module with the loop of `weft train`, which shards, logs, saves and resumes.
 
     A run that resumes with the same settings on the same number of ranks equals an uninterrupted run bit for bit, if
-    your model, data and functions are deterministic.
+    your code and the kernels of the device are deterministic. If `train.compile` and `train.peak_tflops` are both set,
+    the runs are equal only up to rounding.
 
         trainer = weft.train.Trainer(
             model=build,  # an nn.Module, or a function that builds one, which is called on the meta device

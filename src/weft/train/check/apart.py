@@ -24,7 +24,7 @@ def check_apart(config: TrainConfig, rank: int, ranks: int) -> None:
 
 
 def _said(config: TrainConfig, ranks: int) -> str:
-    """Return one line with the faults that the check found, or "" if there are none."""
+    """Run the check. Return its output as one line if it finds faults or fails, otherwise ""."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
         path.write_text(to_toml(config), encoding="utf-8")

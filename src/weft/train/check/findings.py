@@ -4,7 +4,8 @@ what differs                what it means
 --------------------------  -------------------------------------------------------------------------------------------
 names, initial weights      a stage has layers under wrong names, or a rank's part does not match its placement
 losses                      the forward pass is wrong
-gradients                   not reduced over an axis: the sum or mean over its ranks is right
+gradients                   missing on some ranks
+                            not reduced over an axis: the sum or mean over its ranks is right
                             counted or divided too often: wrong by a factor, usually the size of an axis or its inverse
                             other errors: the ranks with wrong gradients are named
 the norm for clipping       a parameter is left out, or counted more than once
@@ -23,7 +24,8 @@ from torch import Tensor
 from weft.words import counted, listed
 
 CLOSE = 1e-7
-"""The largest relative difference that counts as rounding: both steps run in fp64, but a few sums are in fp32."""
+"""The largest difference between weights or gradients that counts as rounding, relative to the largest element: both
+steps run in fp64, but a few sums are in fp32."""
 _SHOWN = 6
 """The largest number of lines about gradients if the losses are wrong too."""
 
@@ -151,8 +153,8 @@ def _gradients(alone: Alone, seen: Sequence[Seen]) -> list[str]:
 def _explained(
     expected: Tensor, here: dict[int, Tensor], wrong: list[int], without: list[int], seen: Sequence[Seen]
 ) -> str:
-    """Return why a parameter's gradient is wrong: the axis over which it is not reduced, the factor by which it is
-    wrong, or the ranks on which it is wrong.
+    """Return why a parameter's gradient is wrong: the ranks on which it is missing, the axis over which it is not
+    reduced, the factor by which it is wrong, or the ranks on which it is wrong.
 
     `expected`: the gradient on one rank. `here`: rank -> gradient. `wrong`: ranks whose gradient differs from
     `expected`. `without`: the ranks of `wrong` that have no gradient.

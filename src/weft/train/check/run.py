@@ -27,7 +27,7 @@ from weft.train.task.sharding import meshes_of
 from weft.train.task.text import TextTask, hybrid
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The axes of the dense view of `weft.mesh`. Consecutive ranks are neighbors along the last axis."""
+"""The axes of the dense view of `weft.mesh`, along which ranks are numbered with the last axis fastest."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,10 @@ class Checked:
 def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> Checked:
     """Compare one step on several ranks, which are threads, with the same step on one rank.
 
-    The step trains a small copy of `config`. `ranks`: the number of ranks of the training. If it is above 8, the step
-    runs on fewer ranks where possible. `sizes_are_small`: run `config` itself, on all `ranks`. Raises ConfigError
-    for your own model (model.factory). `config.validate(ranks)` must accept the configuration.
+    The step is forward, backward and clipping of a small copy of `config`. `ranks`: the number of ranks of the
+    training. If it is above 8, the step runs on fewer ranks where possible. `sizes_are_small`: run `config` itself, on
+    all `ranks`. Raises ConfigError for your own model (model.factory). `config.validate(ranks)` must accept the
+    configuration.
     """
     if not isinstance(config.model, weft.models.HybridConfig):
         raise ConfigError(
@@ -107,8 +108,7 @@ def _microbatch(config: TrainConfig, number: int) -> dict[str, Any]:
 
 
 def _quiet(model: HybridModel) -> HybridModel:
-    """Select the backend "loop" for all experts. In fp64, experts fall back to this backend, but with a warning for
-    each kind of layer."""
+    """Select the backend "loop" for all experts. In fp64, experts fall back to this backend, but log a warning."""
     for module in model.modules():
         if isinstance(module, GroupedExperts):
             module.backend = "loop"

@@ -3,8 +3,8 @@
 in the configuration              in the small copy
 sizes split over an axis          few heads, groups, experts or columns per rank; the number of heads per group changes
                                   only if no smaller number of groups fits
-layers                            one of each kind in each segment, and more if the stages need them; all layers if
-                                  settings name layers by number
+layers                            one of each kind in each segment; a pattern without segments keeps at least two
+                                  layers, and one for each stage; all layers if settings name layers by number
 more than `_FEW` ranks            at most 2 replicas, shards and expert-parallel ranks, if that fits
 precision                         fp64, without quantized weights
 router losses                     off with context parallelism: each rank would average over its slices of a row
@@ -204,10 +204,11 @@ def _first(model: HybridConfig, sharding: ShardingConfig, candidates: object) ->
 
 
 def _with_fewer_rows(config: TrainConfig, ranks: int) -> TrainConfig:
-    """Return `config` with short rows, and with as few microbatches as the pipeline's schedule accepts.
+    """Return `config` with short rows, at most 2 per microbatch, and as few microbatches as the pipeline's schedule
+    accepts.
 
-    The length of a row is a multiple of 2 x cp x tp. At least 2 microbatches remain if the configuration has 2 or more.
-    With context parallelism, router losses are off.
+    The length of a row is a multiple of 2 x cp x tp. Each data-parallel rank keeps at least 2 microbatches if it has 2
+    or more. With context parallelism, router losses are off.
     """
     sharding, dp = config.sharding, data_ranks(config, ranks)
     unit = 2 * sharding.cp * sharding.tp

@@ -45,8 +45,8 @@ class Part:
     starts: np.ndarray
     """The offset of the first token of each document, int64, ascending."""
     fingerprint: str = ""
-    """A hash of the content, independent of file names. If it is "", resumed runs do not check that the text is the
-    same."""
+    """A hash of the content, independent of file names. If it is "", a resumed run checks only the length of the
+    text."""
     conversations: int | None = None
     """For conversations, the vocabulary's size; tokens from this number on are not labels (see
     `weft.train.data.answers`). None for other texts."""

@@ -91,9 +91,10 @@ def load_corpus(
 
     Several processes may call this function at the same time with the same cache.
 
-    The validation text is in `data.validation_paths`. If these are empty, the fraction `data.validation_fraction` of
-    the documents is held out. For this, large text files are cut into pieces of whole lines; only very long lines are
-    cut. For token files, the end of each file is held out. The held-out part does not depend on the seed.
+    The validation text is in `data.validation_paths`. If these are empty, about the fraction `data.validation_fraction`
+    of the text is held out: whole documents or, for token files, the end of each file. For the kind "text", files that
+    are large compared to the held-out part are first cut between lines; a very long line may be cut too. The held-out
+    part does not depend on the seed.
 
     - `say`: a function that is called with each line to print.
     - `runs`: the folder of all runs. Files in it, and in the cache folder, are not part of the text.

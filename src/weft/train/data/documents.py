@@ -42,17 +42,19 @@ class Document(NamedTuple):
     begins: bool
     """Whether the piece begins a document of its part; False if it continues the previous piece of the part."""
     ends: bool
-    """Whether its file or record ends with the piece. False if only the part, training or validation, ends there."""
+    """Whether the file or record ends with this piece, so that the separator follows. False for a piece that ends
+    inside a file."""
     done: float
     """The fraction of all text that has been read, including this document."""
     place: str
-    """The setting, the file and the number of the document, for messages."""
+    """For messages: the setting, the file and, except for plain text, the number of the document in the file."""
 
 
 def find_files(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path] = ()) -> list[File]:
     """Return the files that `paths` name, in a fixed order. A folder stands for the files below it that match
     `data.include` (by default the patterns of `data.kind`), except hidden files and, for kinds of text, binary files.
-    Empty `paths` stand for the source files of Python's standard library, without its tests.
+    For the kind "datasets", a folder stands for the files that its state.json lists. Empty `paths` stand for the source
+    files of Python's standard library, without its tests.
 
     `setting`: the setting that names the paths, for errors. `written`: folders to which runs write. They are skipped
     inside the folders of `paths`. Raises ConfigError for a path that does not exist, does not fit `data.kind`, or is
@@ -244,8 +246,8 @@ def _dataset_files(setting: str, path: str) -> list[str]:
 
 
 def _walk(root: str, include: tuple[str, ...], without: set[str], closed: set[str], *, binary: bool) -> Iterator[str]:
-    """Yield files below `root`, sorted. Hidden files, byte-code folders and, unless `binary`, binary files are left
-    out.
+    """Yield the files below `root` that match a pattern of `include`: first those of a folder, sorted, then those of
+    its subfolders. Hidden files and folders, byte-code folders and, unless `binary`, binary files are left out.
 
     `without`: names of folders to leave out. `closed`: real paths of folders to leave out.
     """
@@ -289,7 +291,7 @@ def _texts(setting: str, files: Sequence[File], fraction: float) -> Iterator[Doc
 
 
 Piece = tuple[int, int, int]
-"""(file number, first byte, end byte). When a piece is read, both ends move to the start of the next line."""
+"""(file number, first byte, end byte). When a piece is read, `_line_start` moves both ends to starts of lines."""
 
 
 def _split(sizes: list[int], fraction: float) -> tuple[list[Piece], list[Piece]]:
@@ -320,14 +322,15 @@ def _split(sizes: list[int], fraction: float) -> tuple[list[Piece], list[Piece]]
 
 
 def _read_lines(path: str, start: int, end: int) -> bytes:
-    """Return the lines of a file that begin in [start, end). Adjacent ranges share no line and skip none."""
+    """Return the lines of a file that begin in [start, end). A very long line may be cut (see `_line_start`). Adjacent
+    ranges share no byte and skip none."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         return text[_line_start(text, start) : _line_start(text, end)]
 
 
 def _line_start(text: mmap.mmap, offset: int) -> int:
-    """Return the offset of the first line that starts at or after `offset`. Within a very long line, return the offset
-    of the next character."""
+    """Return the offset of the first line that starts at or after `offset`. If no line break follows within 64 KiB,
+    return the offset of the first character that starts at or after `offset`."""
     if offset == 0 or offset >= len(text):
         return min(offset, len(text))
     newline = text.find(b"\n", offset - 1, offset + _LONGEST_LINE)

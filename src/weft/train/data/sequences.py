@@ -25,7 +25,7 @@ from weft.words import counted
 
 Batch = tuple[torch.Tensor, torch.Tensor] | dict[str, Any]
 """Tokens and labels, both int64 [microbatch, sequence]. A label is the next token, or -100. If documents are separate,
-a batch is a dictionary of "tokens", "labels" and "documents"."""
+or context-parallel ranks share the sequences, a batch is a dictionary of "tokens", "labels" and "documents"."""
 Packing = Literal["stream", "whole"]
 NO_LABEL = -100
 _SLOTS = 1000

@@ -17,8 +17,9 @@ from weft.train.toml_values import show
 
 
 class Samples:
-    """Continues the prompt `train.sample` with the options of `weft sample --temperature 0`. All ranks generate each
-    sample together. Raises ConversionError for invalid generation settings in the files of a loaded model."""
+    """Continues the prompt `train.sample` as `weft sample --temperature 0` does, by at most `train.sample_tokens`
+    tokens. All ranks generate each sample together. Raises ConversionError for invalid generation settings in the files
+    of a loaded model."""
 
     def __init__(self, config: TrainConfig, model: HybridModel, device: torch.device) -> None:
         self._model, self._agreed, self._text = model, _Agreed(model, device), config.train.sample
@@ -39,8 +40,8 @@ class Samples:
 
 
 class _Agreed(nn.Module):
-    """A model whose last logits are those of rank 0 on all ranks. Ranks whose logits differ by rounding would choose
-    different tokens, and one of them would end its continuation, and its collective calls, before the others."""
+    """A model whose last logits are those of rank 0 on all ranks. Ranks whose logits differ by rounding could choose
+    different tokens, and one of them could end its continuation, and its collective calls, before the others."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()

@@ -81,7 +81,7 @@ def can_draw() -> bool:
 
 
 def _about(records: list[dict[str, Any]], facts: Mapping[str, Any], coming: int) -> list[tuple[str, str]]:
-    """Return (label, value) pairs: first the title of the page, then facts about the run.
+    """Return (label, value) pairs: first the line above the page's title, then facts about the run.
 
     `coming`: the total number of steps of a run that is still training; 0 for a run that has ended.
     """

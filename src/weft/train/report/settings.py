@@ -21,7 +21,7 @@ def in_use(text: str) -> str:
     """Reduce a complete configuration in TOML to the settings that a report shows: those in `ALWAYS`, the sizes
     of the kinds of layers in the pattern, and others that differ from their defaults.
 
-    Text that is not TOML is returned unchanged.
+    Sizes of kinds of layers that are not in the pattern are left out. Text that is not TOML is returned unchanged.
     """
     try:
         tables = parse_toml(text)

@@ -9,10 +9,10 @@
 These SILENT settings change results by more than rounding:
 
 - `sharding.cp` changes the auxiliary losses of routers. If sequences have different numbers of labels,
-  `train.microbatch_size` changes these losses and those of prediction depths.
+  `train.microbatch_size` changes the weights of these losses and of the losses of prediction depths.
 - `train.microbatch_size` changes the results of your own model, if it uses dropout or the other rows of a microbatch
-  (BatchNorm). `train.activation_checkpointing` changes the running statistics of BatchNorm. `train.compile` can change
-  which elements dropout drops.
+  (BatchNorm). `train.activation_checkpointing` and `train.recompute_every` change the running statistics of BatchNorm.
+  `train.compile` can change which elements dropout drops.
 - `train.validate_every` changes when `train.stop_after` ends the run.
 
 docs/training.md has these rules for users.

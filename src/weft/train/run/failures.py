@@ -28,7 +28,7 @@ def as_one_line(error: BaseException) -> str:
 
 def in_one_line(error: BaseException) -> str | None:
     """Return a line that explains a CheckpointError, a RunFailed, failed storage or lack of memory. Return None for
-    other errors, which need their traceback."""
+    other errors. Of these, only those that `is_refusal` accepts need no traceback."""
     if isinstance(error, CheckpointError | RunFailed):
         return str(error)
     if isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE):

@@ -50,8 +50,8 @@ def meet(
 
     `init_method`: the address of the store, file:///… or tcp://host:port. `say`: called during the wait, with lines
     that name the missing ranks. Raises RunFailed if `meet`, `begin` included, takes longer than `patience` seconds. The
-    message names the missing ranks or the store that does not answer. Raises Interrupted if this rank or another
-    waiting rank is asked to stop.
+    message names the missing ranks or the store that does not answer. Rank 0 also raises RunFailed if it cannot listen
+    at the address. Raises Interrupted if this rank or another waiting rank is asked to stop.
     """
     where = urlsplit(init_method)
     wait = _Wait(patience, stop, say, f"the store at {where.netloc or where.path}, which does not answer")

@@ -46,7 +46,8 @@ def beginning(run: Run) -> Iterator[None]:
 
 
 def agree_to_begin(stop: StopRequest, step: int, device: torch.device) -> None:
-    """Before the first step, raise Interrupted on all ranks if any rank was asked to stop. Collective.
+    """Before the first step, raise Interrupted on all ranks if any rank was asked to stop. Otherwise set
+    `stop.is_training`. Collective.
 
     `step`: the step from which the run resumes, or 0.
     """

@@ -213,9 +213,9 @@ def resuming(command: str | None, directory: Path) -> str:
 
 
 def remove_if_unused(run: Run) -> None:
-    """Delete the directory of a new run if it contains only what each new run has: configuration, logs, origin and an
-    empty folder of checkpoints. Then delete the parent folders that were created for it, unless they contain something
-    else."""
+    """Delete the directory of a new run, unless it contains a checkpoint or a file or folder other than configuration,
+    logs, origin and checkpoints. Then delete the parent folders that were created for the run, unless they contain
+    something else."""
     if run.step is not None:
         return
     if run.directory.is_dir():

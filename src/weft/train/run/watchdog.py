@@ -4,6 +4,7 @@ Each rank records its progress, the stack of its main thread, and its current fi
 takes longer than the limit (`train.watchdog` seconds) counts as a hang. A rank without progress for longer than the
 limit asks all others what they are doing, and concludes:
 
+    the store does not answer (at the start)     rank 0 or the launcher, which hosts it, is stopped
     a rank does not answer                       the rank is stopped, or its host is down
     a rank makes progress                        all other ranks wait for it: no hang
     a rank is in a long file operation           the rank hangs there, and the others wait for it
@@ -50,7 +51,7 @@ _COLLECTIVE = (
 
 
 class Watchdog:
-    """Calls `bark` with one line if the run hangs for `limit` seconds, or if another rank reports a failure.
+    """Calls `bark` with one line if the run hangs for `limit` seconds, or if another rank reports a failure or a hang.
 
     The watchdog is a context manager. If `limit` is 0, it does nothing. Each call of `at` counts as progress, and so
     does each beginning or end of a file operation. After `at(..., loosely=True)`, changes of the main thread's stack
@@ -62,7 +63,7 @@ class Watchdog:
         self.limit, self.bark = limit, bark
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.said: str | None = None
-        """The reason that another rank gave for its failure; None if no rank has reported one."""
+        """The cause of a failure or a hang that another rank sent; None if no rank has sent one."""
         self._said_at = 0.0
         self._moves, self._what, self._loosely = 0, "", False
         self._since = time.monotonic()
@@ -111,7 +112,8 @@ class Watchdog:
             self._peers.tell({"rank": self.rank, "line": line, "failed": True}, 1.0)
 
     def why(self, patience: float = 1.0) -> str | None:
-        """Return why another rank failed, or None if no rank reports a failure within `patience` seconds."""
+        """Return the cause of a failure or a hang that another rank sent, or None if none comes within `patience`
+        seconds."""
         deadline = time.monotonic() + patience
         while self._peers is not None and self.said is None and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -48,7 +48,8 @@ class Place:
         return torch.device("cuda", self.local_rank)
 
     def join(self, device: "torch.device", *, patience: float, stop: StopRequest, say: Callable[[str], None]) -> None:
-        """Wait for all ranks, then initialize the default process group. `patience`, `stop`, `say`: as in `meet`."""
+        """Wait for all ranks, then initialize the default process group. If `device` is a GPU, first make it the
+        current device. `patience`, `stop`, `say`: as in `meet`."""
         import torch
         import torch.distributed as dist
 

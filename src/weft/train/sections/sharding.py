@@ -20,7 +20,7 @@ class ShardingConfig:
     outer_strategy: Literal["no_shard", "optim"] = "no_shard"
     """With `dp_replicate`: "optim" also shards the optimizer state over the groups (HFSDP)."""
     ep: int = 1
-    """Number of ranks that share a copy of the experts. Must divide dp_replicate x dp_shard x cp x tp / etp."""
+    """Number of ranks over which the experts are spread. Must divide dp_replicate x dp_shard x cp x tp / etp."""
     cp: int = 1
     """Number of ranks that share every sequence (context parallelism). Each rank has two slices of each sequence."""
     tp: int = 1

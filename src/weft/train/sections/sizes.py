@@ -11,7 +11,7 @@ from weft.train.sections.rules import require
 
 def check_sizes(model: HybridConfig | OwnModelConfig, data: DataConfig, loop: LoopConfig) -> None:
     """Raise ConfigError if one weight, the tokens of a microbatch or the positions of a step's sequences do not fit
-    into the memory of this host. Nothing is allocated before this check."""
+    into the memory of this host. The check allocates none of these."""
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     length = data.sequence_length
     sizes = [

@@ -15,8 +15,8 @@ def check_callable(
 ) -> None:
     """Raise ConfigError if `value` cannot be called with positional `arguments` and the keyword arguments `options`.
 
-    `name`: the trainer's argument or the setting that has this value. `arguments`: names of the positional arguments.
-    `wanted`: a description of a correct value. All three are for the message.
+    `name`: the trainer's argument or the setting that has this value. `wanted`: a description of a correct value. Both
+    are for the message. `arguments`: a name for each positional argument, which the message shows too.
     """
     if not callable(value):
         raise ConfigError(f"{name}: {told(value)} cannot be called; give {wanted}")

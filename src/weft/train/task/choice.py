@@ -15,7 +15,8 @@ from weft.train.task.text import TextTask, factory_of
 
 
 def task_of(config: TrainConfig, device: torch.device, say: Callable[[str], None] = print) -> Task:
-    """Return the task that `config` describes: an `OwnTask` if `data.factory` is set, otherwise a `TextTask`."""
+    """Return the task that `config` describes: an `OwnTask` if `data.factory` is set, otherwise a `TextTask`.
+    Collective."""
     model, data = config.model, config.data
     if not data.factory:
         return TextTask(config, device, say)

@@ -146,7 +146,7 @@ def _context_part(batch: Batch, meshes: weft.Meshes) -> Batch:
 
 
 def for_own_model(microbatch: Batch) -> Batch:
-    """Return a microbatch in the form that models of `transformers` expect.
+    """Return a microbatch in the form that the loss of your own model receives.
 
     A dictionary with "documents" becomes a dictionary of "tokens", "labels", "position_ids" and "cu_seqlens". A tuple
     (tokens, labels) is returned unchanged.
@@ -159,12 +159,12 @@ def for_own_model(microbatch: Batch) -> Batch:
 
 
 DOCUMENT_NAMES = ("position_ids", "cu_seqlens")
-"""The arguments of `forward` that tell a model of `transformers` where documents begin."""
+"""The arguments of `forward` that tell your own model where documents begin."""
 
 
 def _require_documents(model: nn.Module, text: torch.Tensor) -> None:
-    """Raise ConfigError for a model that does not take the positions of tokens in documents, or in which documents
-    attend to each other.
+    """Raise ConfigError for a model whose `forward` has none of `DOCUMENT_NAMES`, or in which the logits of a document
+    depend on the previous document.
 
     `text`: tokens with the shape of a microbatch, so that nothing is compiled for another shape.
     """
