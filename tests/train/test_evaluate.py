@@ -122,6 +122,13 @@ def test_an_average_that_the_run_did_not_keep_is_refused(tmp_path):
         evaluate(tmp_path, average=True, overrides=[])
 
 
+def test_a_run_without_a_validation_set_is_told_how_to_get_one(tmp_path):
+    own = '[model]\nfactory = "a:b"\nloss = "a:b"\n[data]\nfactory = "a:b"\n'
+    (tmp_path / "config.toml").write_text(own)
+    with pytest.raises(ConfigError, match=r"no validation set.*: pass one, with --set data\.validation_factory="):
+        evaluate(tmp_path, overrides=[], trust=True)
+
+
 SHARDED = [
     ("[*-]|[*-]", ("sharding.pp=2", "sharding.cp=2", "model.context_attention=heads", "sharding.dp_replicate=2")),
     ("[*E][*E]", ("sharding.ep=2", "train.overlap=true", "train.halves=true", "train.delay_wgrad=true")),

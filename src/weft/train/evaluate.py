@@ -120,7 +120,7 @@ def evaluate(
             machine.
         say: called with lines about the progress, and about damaged checkpoints that are skipped.
 
-    Raises ConfigError for an override that is known not to affect the loss.
+    Raises ConfigError for a run without a validation set, and for an override that is known not to affect the loss.
     """
     require_exists(run, "name the directory of a run")
     if not (run / CONFIG).is_file():
@@ -133,6 +133,11 @@ def evaluate(
     config.validate(1)
     if average and not config.train.ema_decay:
         raise ConfigError("--ema: the run kept no moving average of its weights (train.ema_decay = 0.0); leave it out")
+    if config.data.factory and not config.data.validation_factory:
+        raise ConfigError(
+            "the run has no validation set, on which the loss could be computed: pass one, with "
+            "--set data.validation_factory=module:function"
+        )
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not dist.is_initialized():
         begin_alone()
