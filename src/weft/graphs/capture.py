@@ -48,7 +48,7 @@ def delaying() -> Delays | None:
 
 
 class Recording(Protocol):
-    """The recorded operators of a function, on tensors at constant addresses. A replay does not run its Python code."""
+    """The recorded operators of a function, on tensors at constant addresses. Replays run none of its Python code."""
 
     @property
     def nbytes(self) -> int:

@@ -9,12 +9,12 @@ that reads a parameter or buffer that was written to since the forward. If weigh
 have a separate recording. An eager backward queues the products, and a replayed backward queues this recording. The
 capture stays busy until the recording has run.
 
-result of the function          result of a replay
-------------------------------  ------------------------------------------------------------------
-an argument or a parameter      that object
-one tensor in several places    one tensor in the same places
-a view of an argument           a copy; autograd refuses a backward after a write to either of them
-other tensors                   static outputs or copies of them
+result of the function             result of a replay
+---------------------------------  -------------------------------------------------------------------------------
+an argument, parameter or buffer   that object
+one tensor in several places       one tensor in the same places
+a view of an argument              not a view; autograd refuses a backward after a write to either of the two
+other tensors                      static outputs or copies of them
 """
 
 import weakref

@@ -16,9 +16,10 @@ class Graphs(Settings):
     A replay launches one graph per part, not one kernel per operator.
 
     - `scopes`: the parts of the layers of `weft.models` to capture, by default all of these: "attn", "mamba", "mlp"
-      (dense MLPs, and the shared expert), "moe_router", "moe_preprocess" (sorts rows by expert; needs "moe_router"; not
-      captured with one row per rank), "experts" (captured only if the model's `pad_to_capacity` is true), and "finish"
-      (the sum of the experts' outputs, and the residual sum).
+      (dense MLPs, and the shared expert), "moe_router", "moe_preprocess" (sorts rows by expert; needs "moe_router"),
+      "experts", and "finish" (the sum of the experts' outputs, and the residual sum). With one row per rank,
+      "moe_preprocess" and the "finish" of experts are not captured. "experts" and, if there is a `capacity_factor`,
+      "moe_preprocess" are captured only if the model's `pad_to_capacity` is true.
     - `modules`: further modules to capture: their names in the root's `named_modules()`, or a predicate of name and
       module. A chosen module must not contain another chosen module or a separately sharded one (a unit).
     - `warmup`: the number of passes that run eagerly before parts are captured. The count starts again with each new

@@ -39,8 +39,8 @@ class Engine(Protocol):
 
 
 class GraphTable:
-    """The graphed calls of one model. `root`: its root module. Raises ValueError if `settings` choose a module that
-    `_check` refuses, or no part of the model, or a backend that does not run on `device`."""
+    """The graphed calls of one model. `root`: its root module. Raises ValueError if `settings` choose an unknown or
+    unsuitable module, no part of the model, or a backend that does not run on `device`."""
 
     def __init__(self, settings: Settings, root: nn.Module, engine: Engine, device: torch.device) -> None:
         self.settings = settings

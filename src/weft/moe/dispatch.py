@@ -1,14 +1,15 @@
 """Exchanges tokens with the ranks of their experts, in both directions.
 
-    handle = dispatcher.plan(counts, rows)        starts to exchange the numbers of rows between ranks
+    handle = dispatcher.plan(counts, numbers)     starts to exchange the numbers of rows between ranks
     ...                                           computation
     there = dispatcher.dispatch(rows, handle)     sends the rows in the background, once these numbers are known
     ...                                           computation
     rows = there.wait()                           the rows that arrived, grouped by the sending rank
     back = dispatcher.combine(rows, handle)       sends rows back
 
-The dispatcher's `rows_per` defines a row. With "rank", a token has one row for each rank that has any of its experts
-(see `weft.moe.visits`). With "expert", a token has one row for each of its experts, and the rows are sorted by expert.
+The dispatcher's `rows_per` defines a row. With "rank", a token has one row for each rank that has any of the token's
+experts (see `weft.moe.visits`). With "expert", a token has one row for each of its experts, and the rows that a rank
+sends are sorted by expert.
 
 `dispatch` and `combine` only move rows, so each is the backward of the other. Autograd does not record them. `exchange`
 is their differentiable form, which waits for the rows before it returns.
@@ -45,8 +46,9 @@ class Handle:
     - `offsets` [local experts] int32: the index after each expert's last row, once the rows are sorted by expert.
     - `by_expert` [received] int64: the index that sorts arrived rows by expert. `by_arrival` [received] int64: its
       inverse. Both are None if the rows arrive sorted by expert, or if `rows_per` is "rank".
-    - `permutation`, `visits`, `arrived`: set by the `MoE` layer, not by the dispatcher. They map the sent rows
-      (`permutation` if `rows_per` is "expert", `visits` if it is "rank") and the arrived rows to tokens and experts.
+    - `permutation`, `visits`, `arrived`: set by the `MoE` layer, not by the dispatcher. `permutation` (if `rows_per` is
+      "expert") or `visits` (if it is "rank") maps the sent rows to tokens. `arrived` (if it is "rank") maps the arrived
+      rows to experts.
 
     The fields that the dispatcher sets are valid after `ready`, or after `Arrival.wait` has returned the dispatched
     rows.
@@ -90,7 +92,7 @@ class Arrival:
         self, rows: Tensor | Callable[[], Tensor], ticket: Ticket | None = None, source: Tensor | None = None
     ) -> None:
         """`rows`: the rows, or a function that returns them once `ticket`, the exchange in flight, has ended.
-        `source`: the sent tensor, which this object keeps alive until then."""
+        `source`: the sent tensor, which this object keeps alive until `wait`."""
         self._rows = rows
         self._ticket = ticket
         self._source = source
@@ -138,7 +140,7 @@ class Dispatcher(Protocol):
         `rows` must be sorted by target rank. Only the first `handle.sent` rows are sent. There may be more rows only if
         `rows_per` is "rank".
 
-        On CUDA, the call makes the host wait until it knows the numbers of rows. On CPU, the rows are sent in the
+        On CUDA, `AllToAll` makes the host wait for the numbers of rows. On CPU, it sends the rows in the
         background once these numbers are known.
 
         `behind`: an event (`weft.comm.streams.moment`) that was recorded after the work that computes `rows`. The
@@ -170,11 +172,11 @@ class LocalDispatcher:
         return _LocalHandle(counts)
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
-        """Return `rows` unchanged."""
+        """Return an `Arrival` of the same rows."""
         return Arrival(rows.detach())
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
-        """Return `rows` unchanged."""
+        """Return an `Arrival` of the same rows."""
         return Arrival(rows.detach())
 
 

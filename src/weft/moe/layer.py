@@ -57,7 +57,8 @@ class MoE(nn.Module):
         router_bias: whether the router has a bias.
         latent_size: the width of tokens in the exchange and in the routed experts. A linear layer projects tokens to
             this width before the exchange, and another projects the weighted sums of experts' outputs back to
-            `hidden_size` (Nemotron-H). Default: `hidden_size`, without these layers.
+            `hidden_size` (Nemotron-H). In the shapes of rows, "hidden" is this width. Default: `hidden_size`, without
+            these layers.
         shared_intermediate_size: the inner width of an expert that processes every token. 0: no such expert.
         shared_expert_gate: multiply the shared expert's output by a learned sigmoid (Qwen2-MoE, arXiv:2407.10671).
         backend: the backend of `GroupedExperts`.
@@ -174,7 +175,7 @@ class MoE(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rows to send (sorted by expert), the assignment of each row, and the row of each assignment.
 
-        `rows`: the number of kept assignments, None for all.
+        `rows`: the number of kept assignments. None: all are kept, or `pad_to_capacity` determines the number of rows.
         """
         shape, router = (hidden.shape[0], hidden.shape[1]), self.router
         if router.pad_to_capacity and kept is not None:
@@ -223,9 +224,9 @@ class MoE(nn.Module):
     def receive(self, rows: Tensor, weights: Tensor | None, shared: Tensor | None, handle: Handle) -> Tensor:
         """Return the layer's output from the rows that came back; [rows, hidden] -> [batch, seq, hidden].
 
-        A token's output is the weighted sum of its rows. If the layer has a `latent_size`, the sum is projected back to
-        `hidden_size`. `shared` is added if it is not None. `weights`: None with `rows_per="rank"`, where `run_experts`
-        has applied the weights.
+        A token's output is the sum of its rows, weighted by `weights` (None with `rows_per="rank"`: `run_experts` has
+        applied the weights). If the layer has a `latent_size`, the sum is projected back to `hidden_size`. `shared` is
+        added if it is not None.
         """
         if isinstance(handle, Halves):
             parts = zip(rows.split(handle.sizes), handle.parts)

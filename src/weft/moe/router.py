@@ -182,7 +182,7 @@ class Router(nn.Module):
         return Routing(experts, weights, self._loss(hidden.shape[1], *means), counts, kept)
 
     def _scored(self, hidden: Tensor) -> tuple[Any, ...]:
-        """Return the fields of a `Routing` without the loss, then the arguments of `_loss`."""
+        """Return the fields of a `Routing` without the loss, then the arguments of `_loss` after `seq`."""
         batch, seq, _ = hidden.shape
         precision = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -246,7 +246,8 @@ class Router(nn.Module):
         return _best(scores, self.top_k)
 
     def _means(self, logits: Tensor, scores: Tensor, batch: int, seq: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return each expert's mean score, [batch, num_experts], and the z-loss times its coefficient, on this rank."""
+        """Return, for this rank, each expert's mean share of a token's scores, [batch, num_experts], and the z-loss
+        times its coefficient. Each is None if its coefficient is 0."""
         # Sums divided by counts, not means: a rank without tokens has a loss of 0, not NaN.
         mean = squares = None
         if self.aux_loss_coef:

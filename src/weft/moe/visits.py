@@ -97,7 +97,7 @@ def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) 
 
 
 class _Mode(threading.local):
-    """A flag for each thread. If ranks are threads of one process, one may be in `in_halves` while others are not."""
+    """A flag for each thread. If ranks are threads of one process, some may be in `in_halves` while others are not."""
 
     halves = False
 

@@ -22,7 +22,8 @@ _LAYER_MEMBERS = ("stages", "dispatcher", "attend", "experts", "finish", "expert
 
 def layers_of(model: Any) -> Sequence[StagedLayer]:
     """Return the layers of `model`. Raises TypeError or ValueError if the model does not follow `StagedModel`, if a
-    layer does not follow `StagedLayer`, or if a module whose `forward` a schedule skips has hooks or is compiled."""
+    layer does not follow `StagedLayer` or is inside an activation checkpoint, or if a module whose `forward` a schedule
+    skips has hooks or is compiled."""
     missing = _missing(model, ("embed", "staged_layers", "loss"))
     if missing:
         raise TypeError(
@@ -112,7 +113,7 @@ def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
 
 
 def require_taken(model: Any, layers: Sequence[StagedLayer], cut: Cut, microbatches: Sequence[Microbatch]) -> None:
-    """Raise ValueError if a microbatch has an entry that no method of the model or its layers takes as an argument on
+    """Raise ValueError if a microbatch has an entry that no part of the model (see `weft.overlap.microbatch`) takes on
     any rank of the pipeline. `layers`: this rank's layers."""
     names = names_beside(microbatches)
     known = _taken.setdefault(model, set())
@@ -150,7 +151,7 @@ def require_outputs(model: Any, microbatches: Sequence[Microbatch], depths: Sequ
 
 _PARTS = ("embed", "following", "loss", "total_loss", "logits")
 _taken: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
-"""For each model, the names of the entries of microbatches that some part of it takes."""
+"""For each model, the names of the entries of microbatches that some part of the model takes."""
 
 
 def checked_scales(loss_scale: Any, count: int) -> list[float]:

@@ -21,11 +21,11 @@ def table_order(
 
     `overlap=False`: the two actions of an entry run one after the other. `queues`: the device has streams.
 
-    Without `early_release`, the delayed weight gradients of a layer's `attend` run during the first exchange of the
-    layer that comes next in the backward. With `overlap`, the delayed weight gradients of a backward's last layer
-    run during the first exchange of the next entry's backward. If the next entry has no such exchange, they run before
-    its steps. If there is no next entry, they run after all steps. Without `overlap`, they run at the end of their own
-    backward.
+    Without `early_release`, delayed weight gradients of a layer's `attend` run during the first exchange, if any, of
+    the layer that comes next in the backward. With `overlap`, those of a backward's last layer run during the first
+    exchange of the next entry's backward. They run before the next entry's steps if it has no such exchange, or if the
+    exchange is of the same layer. If there is no next entry, they run after all steps. Without `overlap`, they run at
+    the end of their own backward.
     """
     switches = {"early_release": early_release, "queues": queues}
     owed: list[Step] = []

@@ -1,4 +1,4 @@
-"""The layer protocol: a layer is split into five stages that a schedule can run separately.
+"""The layer protocol: a layer is split into up to five stages that a schedule can run separately.
 
     stage      lane       holds
     ---------  ---------  -------------------------------------------------------------------------------------------
@@ -6,7 +6,7 @@
     dispatch   exchange   all-to-all of the rows to the ranks of their experts
     experts    compute    the expert MLPs; for a dense layer its MLP
     combine    exchange   all-to-all back
-    finish     compute    weighting, residual
+    finish     compute    sum of the rows of each token, residual
 
 A row is the hidden state of a token, as it is sent to experts. The lane `exchange` is a communication queue that runs
 in parallel with the computation. If a layer's `forward` calls `run_stages`, a scheduled run and a plain run use the

@@ -3,8 +3,8 @@
     Value --> [ border | computation ] --> Value --> ...       forward: each node has a separate autograd graph
     Value <-- [ border | computation ] <-- Value <-- ...       backward: gradients wait in the values between nodes
 
-A value keeps its gradient until `take_gradient`. `take` moves the data from the value to a node, so that the data is
-freed when no autograd graph needs it.
+A value keeps its gradient until a node, or `take_gradient`, takes it. `take` moves the data from the value to a node,
+so that the data is freed when no autograd graph needs it.
 """
 
 import functools
@@ -81,7 +81,7 @@ class ComputeNode:
         return outputs
 
     def backward(self) -> None:
-        """Propagate the gradients of the outputs to the values of the inputs and to `.grad` of the parameters."""
+        """Propagate the gradients of the outputs to the values of the inputs and to the parameters."""
         edges, self._edges = self._edges, []
         known = [(edge, value.gradient) for edge, value in edges if value.gradient is not None]
         for _, value in edges:
@@ -139,7 +139,7 @@ def _is_cached_cast(node: Any) -> bool:
 def _refuse_undeclared(name: str, roots: Iterable[Any], border: set, first: int, owner: nn.Module) -> None:
     """Raise UndeclaredTensor if the graph of `roots` does not end at `border` or at parameters of `owner`.
 
-    All nodes of the graph must have sequence numbers above `first`.
+    All nodes of the graph, except casts that autocast caches, must have sequence numbers above `first`.
     """
     parameters = {id(parameter) for parameter in owner.parameters()}
     ahead = list(roots)

@@ -250,7 +250,7 @@ def combined_order(
 ) -> Iterator[Step]:
     """Yield the steps of the forward of `ahead` and the backward of `behind`. Either may be None.
 
-    Pairs of layers come first. If `ahead` or `behind` has more layers than the other, its remaining layers follow.
+    Of the layers, pairs come first. If `ahead` or `behind` has more layers than the other, the remaining layers follow.
     `queues`: the device has streams. `apart`: the pipeline schedule has a separate entry, W, for the weight gradients
     of `behind`.
     """

@@ -39,9 +39,9 @@ def forward_backward(
     """Run forward and backward of all microbatches. Return the unscaled loss of each, a detached scalar.
 
     Each microbatch adds the gradients that `(loss_scale * model(tokens, labels)).backward()` would compute. If the
-    model is sharded, the gradients are also reduced. A schedule can run two microbatches as a pair, such as the forward
-    of one and the backward of the previous one. While one of them exchanges tokens, the other computes
-    (`weft.overlap.order` documents the order).
+    model is sharded, the gradients are also reduced, as in a backward. A schedule can run two microbatches as a
+    pair, such as the forward of one and the backward of the previous one. While one of them exchanges tokens, the other
+    computes (`weft.overlap.order` documents the order).
 
     A model in pipeline stages (`weft.init_meshes(pp=...)`) runs on all ranks of its pipeline. Each rank calls this
     function with the same arguments and gets all losses.
@@ -80,6 +80,8 @@ def forward_backward(
             - Layers are inside an activation checkpoint.
             - Layers are sharded, but the model around them is not.
             - A module has hooks or is compiled, but a schedule does not call its `forward`.
+            - A parameter that is used before and after the layers has a post-accumulate-grad hook, which would run on a
+              part of its gradient.
             - `overlap` without a `schedule`, for a model on one pipeline rank that has no exchange to hide.
             - `early_release` or `halves` without `overlap`.
             - `halves` without layers that exchange tokens with `moe_rows_per="rank"`, or with a table in which all

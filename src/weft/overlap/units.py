@@ -3,7 +3,7 @@ released, and when its gradients are reduced.
 
     before a layer's first forward or backward step   acquire
     after its last forward or data-gradient step      release
-    after its last weight gradient of a microbatch    reduce
+    after the last weight gradient of a microbatch    reduce; once for a pair of backwards
 
 Units that only the stage `experts` reads are held during that stage only. Units of a prediction depth are held during
 the whole depth. Units outside the layers (embedding, head) are held during the whole schedule. The order of steps is

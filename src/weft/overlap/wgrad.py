@@ -13,8 +13,9 @@ what the forward computed.
                          groups of rows ending at `offs`                 another dtype for the output
     both                                                                 weights that are frozen, computed from other
                                                                          tensors, or have hooks on their gradients;
-                                                                         DTensors and other subclasses; products under
-                                                                         autocast, torch.compile or torch.func
+                                                                         subclasses, such as DTensors, except quantized
+                                                                         weights; products under autocast,
+                                                                         torch.compile or torch.func
 """
 
 from collections.abc import Callable

@@ -60,7 +60,7 @@ def combined(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of `interleaved`, except that each rank's warm-up is one forward longer. Each later forward is
     paired with the backward that follows it.
 
-    With the warm-up of `interleaved`, each backward of the last rank would need the result of the forward in its own
+    With the warm-up of `interleaved`, the last rank's first backward would need the result of the forward in its own
     pair.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=1)
@@ -86,7 +86,7 @@ def dualpipev(ranks: int, chunks: int, microbatches: int) -> Table:
 
 
 def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return the table of ZB-V: stages form a V, and weight gradients are computed when a rank would otherwise be idle.
+    """Return the table of ZB-V: stages form a V, and weight gradients fill times at which a rank would be idle.
 
     If forwards, input gradients and weight gradients take equal time, transfers take no time, and there are at least
     2 * `ranks` - 1 microbatches, no rank is idle between its first and its last entry.
@@ -125,7 +125,7 @@ def table(name: str, ranks: int | None = None, chunks: int | None = None, microb
     `ranks`, `chunks`, `microbatches`: the number of pipeline ranks, of stages on each rank, and of microbatches. A
     published schedule needs `ranks` and `microbatches`, and has a default for `chunks`. For a file, all three are
     optional, and each number that you pass must equal the file's. Raises ValueError for an unknown name, and for
-    numbers that the schedule does not support.
+    numbers that do not fit the schedule or the file. For a file, also raises the errors of `read_table`.
     """
     sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
     if name in SCHEDULES:

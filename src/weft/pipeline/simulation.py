@@ -1,9 +1,9 @@
 """Computes the cost of a table by simulating all ranks.
 
-    F0 F1 F2 F3 .  .  B0 ...     an entry starts when its rank is free and its inputs have arrived:
-    .  F0 F1 F2 F3 B0 ...          F       the same microbatch's F of the previous stage
-    .  .  F0 F1 B0 ...             B, I    the F of this stage, and the B or I of the next stage
-    .  .  .  F0 B0 F1 B1 ...       W       the I of this stage
+    F0 F1 F2 F3 .  .  .  B0 ...     an entry starts when its rank is free and its inputs have arrived:
+    .  F0 F1 F2 .  .  B0 F3 ...       F       the same microbatch's F of the previous stage
+    .  .  F0 F1 .  B0 F2 B1 ...       B, I    the F of this stage, and the B or I of the next stage
+    .  .  .  F0 B0 F1 B1 F2 ...       W       the I of this stage
 
 If no rank can start its next entry, the table deadlocks, and `check` raises TableError.
 """

@@ -25,7 +25,7 @@ _ACTION = re.compile(r"([FBIW])(\d+)\.(\d+)")
 
 
 def format_table(table: Table) -> str:
-    """Return `table` in the text form that `parse_table` reads. Its name must not be empty or contain blanks or `#`."""
+    """Return `table` in the text form that `parse_table` reads. The name must not be empty or contain blanks or `#`."""
     head = f"table {table.name}: chunks {table.chunks}, microbatches {table.microbatches}, placement {table.placement}"
     rows = [_format_row(f"rank {rank}:", entries) for rank, entries in enumerate(table.ranks)]
     return "\n".join([head, *rows]) + "\n"

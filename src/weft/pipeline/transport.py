@@ -108,7 +108,8 @@ class Channel:
         self._expect()
 
     def take(self) -> list[Tensor]:
-        """Return the next message, ready for use on the current stream. Issue the receive of the message after it."""
+        """Return the next message, ready for use on the current stream. If the shapes of the message after it are
+        known, issue its receive."""
         if not self._expected:
             key = self._coming[0]
             if key not in self._known:

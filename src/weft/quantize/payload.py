@@ -4,10 +4,10 @@
     on all ranks, for recipes with one scale per matrix:   maxima of the matrices
 
 Blocks smaller than a matrix do not cross the border of a shard, so each rank quantizes them without communication.
-Recipes with one scale per matrix need the maximum of the whole matrix: once per step, `weft.fsdp.runtime.freshness`
-reduces the shards' maxima over the ranks. One message carries payload and scales. Each piece of a shard (its part of
-one tensor) is dequantized directly from the received bytes into the full weights or, with `compute="scaled"`, copied
-there in quantized form.
+Exceptions are the recipes with one scale per matrix (tensorwise and nvfp4). They need the maximum of the whole matrix:
+once per step, `weft.fsdp.runtime.freshness` reduces the shards' maxima over the ranks. One message carries payload and
+scales. Each piece of a shard (its part of one tensor) is dequantized directly from the received bytes into the full
+weights or, with `compute="scaled"`, copied there in quantized form.
 
 With mx and `compute="scaled"`, weights have two copies. Both copies are made from the same main weights at the same
 time. Forward gathers copy 0, with blocks along the dimension over which forward products sum. Backward gathers copy 1,
@@ -112,8 +112,8 @@ class Narrow:
         return self._come
 
     def made_from(self, version: int) -> int:
-        """Return the version of the main weights that a payload made from their current `version` is valid for: the
-        version of the maxima, if there are any."""
+        """Return the version to record for a payload that is made from the main weights at `version`. This is the
+        version of the maxima, if there are any, because they may be older."""
         return version if self.maxima_version is None else self.maxima_version
 
     def open(self, full: torch.Tensor, copy: int) -> None:
@@ -237,7 +237,8 @@ class Narrow:
         dequantize(codes, scales, self._recipe, out=target[place : place + numel].view(*codes.shape[:-1], -1))
 
     def _assemble(self, come: torch.Tensor, full: torch.Tensor, copy: int) -> None:
-        """From the bytes of all shards, fill full weights that stay quantized: first the codes, then the scales."""
+        """From the bytes of all shards, fill full weights that stay quantized: the codes, then the scales and, with
+        `keep_transpose`, the transposed codes."""
         target, ends = full.view(torch.uint8), list(self._scales_at)
         for shard, sent in enumerate(come.view(self.layout.shards, -1)):
             for piece in self._pieces(shard):

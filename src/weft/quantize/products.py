@@ -6,6 +6,9 @@
     gradient @ weight     the weight's rows     as gathered   quantized by `beside(recipe, -2)`, unless that is None
     gradient.T @ x        tokens                not used      not quantized: both are in the compute dtype
 
+The weight of a layer's experts is a stack of [in, out] matrices. There `x @ weight` sums over the rows of a matrix, and
+`gradient @ weight.T` over its columns.
+
 If both operands are quantized: on CPU, they are dequantized to fp32 and multiplied. If torch has a CPU kernel for the
 product, the result is bitwise equal to the kernel's. On CUDA, torch's kernel multiplies the payloads.
 
