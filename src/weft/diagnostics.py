@@ -59,7 +59,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         lower bound   the most bytes in use at once in the steps that the plan covers: no plan can take less
         plans         number of memory plans made so far
         allocations   number of allocations; each is a slab or one buffer outside of it
-        fallbacks     how often, since the first plan, a buffer found no free place in the slab
+        fallbacks     how often, while there was a plan, a buffer found no free place in the slab
     """
     mine = units_of(model)
     roots = [driver for driver in drivers_under([model]) if driver.root is driver and driver.runtime is not None]
@@ -176,11 +176,10 @@ def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
 def quantization_shares(model: nn.Module) -> dict[str, Shares]:
     """Return, for each unit, which fraction of its quantized weights saturates and which fraction underflows.
 
-    The keys are the names of the units with quantized weights ("" for the root). The result is the same on all ranks.
-    In a pipeline, it has only the units of this rank's stages, and is the same on all ranks with these stages. Each
-    rank quantizes its main weights again to count the elements. Frozen weights that are kept only in quantized form are
-    not counted. Collective. Do not call it between a forward and its backward. Raises ValueError for a model without
-    sharded modules.
+    The keys are the names of the units with quantized weights ("" for the root). Without pipeline stages, the result is
+    the same on all ranks. With them, a rank gets only the units of its own stages. Each rank quantizes its main weights
+    again to count the elements. Frozen weights that are kept only in quantized form are not counted. Collective. Do not
+    call it between a forward and its backward. Raises ValueError for a model without sharded modules.
     """
     units = units_of(model)
     groups = [(unit.name, group) for unit in units for group in unit.groups if group.payload_only is None]

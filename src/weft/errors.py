@@ -4,7 +4,7 @@
 
     try:
         train()
-    except CollectiveMismatch as error:  # the message names the ranks and units
+    except CollectiveMismatch as error:  # the message says what the ranks did
         ...
 
     raised by      a ValueError: invalid argument or input        a RuntimeError: something went wrong
@@ -68,7 +68,7 @@ class WeightsGone(WeftError, RuntimeError):
 
 
 class WeightsWritten(WeftError, RuntimeError):
-    """Code wrote to weights at a time when the write would be lost or would make gradients wrong.
+    """Code wrote to weights at a time when the write would be lost, or would make gradients or other weights wrong.
 
     Either it wrote to gathered weights, which are copies, or it wrote to main weights, which the optimizer updates,
     between a forward and its backward. The message names the unit and the parameter.
@@ -78,7 +78,7 @@ class WeightsWritten(WeftError, RuntimeError):
 class UndeclaredTensor(WeftError, RuntimeError):
     """A node of a schedule (`weft.overlap`) used a tensor that is neither its input nor a parameter of its module.
 
-    The message names the node.
+    Only tensors that need a gradient count. The message names the node.
     """
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 def exports(package: str, homes: Mapping[str, Iterable[str]], rooms: Iterable[str] = ()) -> Callable[[str], Any]:
     """Return a `__getattr__` for the package named `package`. It imports a name when the name is first used. `homes`:
-    for each module, the names to import from it. `rooms`: the names that are subpackages."""
+    for each module, the names to import from it. `rooms`: the names that are submodules."""
     home_of = {name: module for module, names in homes.items() for name in names}
     known = set(rooms)
 

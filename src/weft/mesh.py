@@ -11,8 +11,8 @@ as data-parallel ranks: the shard axis of `dense` spans dp_shard and cp. For exa
 ep=4`:
 
     meshes.dense of rank 5     0 1 2 3 4 5 6 7
-    meshes.ep of rank 5                4 5 6 7      together they hold one copy of every expert
-    meshes.expert of rank 5      1       5          both hold the same experts
+    meshes.ep of rank 5                4 5 6 7      each expert belongs to one of these ranks
+    meshes.expert of rank 5      1       5          the same experts belong to both, sharded over both
 """
 
 import math
@@ -53,7 +53,7 @@ class Meshes:
     cp: DeviceMesh | None = None
     etp: DeviceMesh | None = None
     expert_parts: DeviceMesh | None = None
-    """2-D mesh (ep, tp) of the ranks that share one copy of the experts. None if `ep` is 1 or experts are whole."""
+    """2-D mesh (ep, tp): experts are spread over ep, each is split over tp. None if `ep` is 1 or experts are whole."""
 
     @property
     def dp_size(self) -> int:

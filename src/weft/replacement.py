@@ -56,14 +56,14 @@ class DropIn:
 
 def drop_in() -> DropIn:
     """Replace torch's `fully_shard`, `FSDPModule`, `UnshardHandle`, `register_fsdp_forward_method` and `share_comm_ctx`
-    with weft's, in the global names of all imported modules. Other references, such as attributes of classes, keep
-    torch's objects.
+    with weft's, in the global names of all imported modules but the private torch modules that define them. Other
+    references, such as attributes of classes, keep torch's objects.
 
     The replacement lasts until the process ends, until a block `with weft.drop_in() as replaced:` ends, or until
     `undo()` of the result is called. Call `drop_in` before you shard anything. Libraries may be imported before the
-    call or after it: later imports from `torch.distributed.fsdp` get weft's objects. A later import from the private
-    torch modules that define the objects still gets torch's objects. After such an import, call `drop_in` again.
-    `print` the result to see the replaced names.
+    call or after it: later imports from `torch.distributed.fsdp` get weft's objects. A later import from the
+    private modules still gets torch's objects. After such an import, call `drop_in` again. `print` the result to see
+    the replaced names.
     """
     places = []
     for module in list(sys.modules.values()):

@@ -7,7 +7,7 @@
         step-00000020.damaged-0c4e…/  damaged or of another run; the run resumed from another checkpoint and saved this
                                       step again
         .lock                         held by rank 0 of the run that writes here
-        .run                          the run's identity; each manifest of format 3 contains it too
+        .run                          the run's identity, also in each manifest that the run writes
 
 A folder without a suffix is a committed checkpoint: weft creates such a name only by the rename at the end of `commit`.
 """

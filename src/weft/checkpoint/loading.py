@@ -46,8 +46,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def unpack(stream: IO[bytes]) -> Any:
-    """Return the data that `torch.save` wrote to `stream`. No code named in the data is run, and the memory used is at
-    most proportional to the length of `stream`."""
+    """Return the data that `torch.save` wrote to `stream`. Functions and classes named in the data are called only if
+    they are in `_NAMES`, and the memory used is at most proportional to the length of `stream`."""
     stream.seek(0)
     if stream.read(4) != _ZIP:  # torch would read other files as its legacy format
         raise ValueError("it is not in torch's zip format")
@@ -120,7 +120,7 @@ def stored_below(metadata: Metadata, prefix: str) -> dict[str, Stored]:
 
 
 def shape_of(value: Any) -> str:
-    """Return the dtype and shape of a live or stored tensor, such as "float32 [8, 4]"."""
+    """Return the dtype and shape of a live or stored tensor, such as "float32 [8, 4]"; "no tensor" for other data."""
     if isinstance(value, TensorStorageMetadata):
         return f"{str(value.properties.dtype).removeprefix('torch.')} {list(value.size)}"
     if isinstance(value, torch.Tensor):

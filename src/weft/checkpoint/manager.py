@@ -210,8 +210,8 @@ class CheckpointManager:
         """Fill `state` from the checkpoint of `step`, or by default from the newest intact one, and return its step.
 
         The number of ranks and the sharding may differ from those of the save. Stored objects whose names are not in
-        `state` are not read. All data that is read is compared with its checksums, and no code named in the checkpoint
-        is run.
+        `state` are not read. All data that is read is compared with its checksums. Of the code that a checkpoint names,
+        only the constructors on a fixed list can run.
 
         Without `step`, `load` skips checkpoints that are damaged or belong to another run, and lists them in
         `passed_over`. If it does not load the newest checkpoint, later saves of this manager delete none of the
@@ -272,8 +272,8 @@ class CheckpointManager:
             self._say(f"{error}; this checkpoint is skipped{stays}")
 
     def _load(self, state: Mapping[str, Any], step: int) -> Exception | None:
-        """Fill `state` from the checkpoint of `step`. Raises CheckpointError if it is damaged. Return the error of an
-        object in `state`, which may be a CheckpointError too, but is no damage."""
+        """Fill `state` from the checkpoint of `step`. Raises CheckpointError if the checkpoint is damaged or of another
+        run. If an object in `state` raises an error, which does not mean that the checkpoint is damaged, return it."""
         path = folder.path_of(self.directory, step)
 
         def described() -> tuple[Manifest, Metadata]:

@@ -35,8 +35,7 @@ def describe(checkpoint: Path, *, content: bool = False) -> tuple[Manifest, Meta
 
 
 class Reader(dcp.FileSystemReader):
-    """A reader for `dcp.load`. It checks the checksum of every block that it reads, and runs no code named in a
-    checkpoint."""
+    """A reader for `dcp.load`. It checks the checksum of every block that it reads, and unpickles with `unpack`."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest, metadata: Metadata) -> None:
         super().__init__(checkpoint)

@@ -91,9 +91,9 @@ class Stager:
         """Copy the values in `flat` to host memory, and return the copy when it is complete. Only this rank's part of a
         sharded tensor is copied.
 
-        Raises TypeError or ValueError for what a load would refuse. A load accepts dense tensors and plain data
-        (numbers, strings, bytes, lists, tuples, sets, dictionaries, None) of at most 256 MiB for each key. All
-        characters of the keys must be printable.
+        Raises TypeError or ValueError for what a load would refuse. A load accepts dense tensors and, for each key, at
+        most 256 MiB of plain data (numbers, strings, bytes, lists, tuples, sets, dictionaries, None). All characters of
+        the keys must be printable.
         """
         if strange := [key for key in flat if not key.isprintable()]:
             raise ValueError(

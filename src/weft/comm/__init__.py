@@ -1,5 +1,5 @@
-"""Communication between ranks. Code outside of this folder does not call torch's collectives itself (DTensor does, in
-methods such as `redistribute`), and does not branch on the backend.
+"""Communication between ranks. Code outside of this folder does not call torch's collectives itself (DTensor and
+Distributed Checkpoint do), and does not branch on the backend.
 
 lanes          ordered communication queues, which run during the computation
 collectives    the collectives that lanes run, and blocking ones
@@ -10,7 +10,7 @@ builtin        the transport that uses the collectives of NCCL or any other back
 groups         process groups, channels and tags
 agreement      exchanges of a few integers over gloo, by which all ranks reach the same decision
 priority       delays some lanes so that more urgent communication starts first
-transfers      transfers on the CPU, which start at once or when other transfers have ended
+transfers      transfers on the CPU, which start at once or on a thread later
 streams        the order of a device's work
 watch/         the hang detector
 ranges         named ranges for profilers, and intervals for a timeline

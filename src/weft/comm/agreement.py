@@ -1,4 +1,4 @@
-"""Exchanges of a few integers between all ranks, such as the one at the end of each backward.
+"""Exchanges of a few integers between all ranks, for example at the end of a backward.
 
 The integers are in CPU memory and are sent over gloo, even if data is sent over NCCL. The host therefore does not wait
 for its device: the ranks compare their queued work while the devices still compute.
@@ -6,7 +6,7 @@ for its device: the ranks compare their queued work while the devices still comp
 At the end of a backward the ranks exchange which collectives they issued, which parameters have gradients, and which
 units (sets of parameters that are gathered and reduced together) still wait for their reduction. Each rank then starts
 the reductions that are due on any rank. Messages of different units can have the same size, so ranks that issued
-different collectives would mix up gradients. The exchange therefore raises an error before the optimizer can use these
+different collectives could mix up gradients. The exchange therefore raises an error before the optimizer can use these
 gradients. A parameter keeps `.grad = None` only if no rank has a gradient for it, as in a single process.
 """
 
@@ -29,12 +29,11 @@ TAGS = 200
 
 
 def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str, *, channel: int) -> list[int]:
-    """Return the maximum of each of `values` over all ranks of the mesh.
+    """Return the maximum of each of `values` over the ranks that `groups` connect.
 
     `groups`: the process groups of the mesh axes. Each value is below 2**63 in magnitude. In a group of n ranks there
     are log2(n) rounds (rounded up). In each round, each rank sends one message, to a rank twice as far away as in the
-    previous round. `what`: the purpose. `channel`: the model's channel. Only messages with the same purpose and channel
-    match.
+    previous round. `what`: the purpose. `channel`: the model's channel. Both determine the tag of the messages.
     """
     tag = tag_of(TAGS, what, channel)
     with streams.on_host():
@@ -97,8 +96,8 @@ class Agreement:
         """Compare the logs of all ranks at the end of a backward, and clear this rank's log. Return two values: `flags`
         with each flag true if it is true on any rank; and whether `ready_order` is the same on all ranks.
 
-        `ready_order`: the indices of the units in the order in which their backwards ended. `names`: the names of all
-        units. `groups`: the process groups of the mesh axes, which together reach every rank. Raises
+        `ready_order`: the indices of the units in the order in which their gradients were ready. `names`: the names of
+        all units. `groups`: the process groups of the mesh axes, which together reach every rank. Raises
         CollectiveMismatch, on every rank, if any two logs differ."""
         log, self._log = self._log, []
         if all(group.size() == 1 for group in groups):
@@ -120,7 +119,8 @@ def _fingerprint(things: Sequence[object]) -> int:
 
 
 def _parted(mine: Sequence[str], groups: Sequence[dist.ProcessGroup], what: str, rule: str) -> CollectiveMismatch:
-    """Return an error that shows the first position at which the ranks' lists differ. `mine`: this rank's list."""
+    """Return an error that shows the first position at which the ranks of a group have different lists, if they do.
+    `mine`: this rank's list."""
     # Exchange over all groups before any rank raises: the ranks of the next group wait for this rank.
     said = [dict(exchange_objects((dist.get_rank(), list(mine)), group)) for group in groups]
     for sayings in said:

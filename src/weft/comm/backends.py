@@ -94,6 +94,6 @@ _LOST = ("connection closed", "connection reset", "broken pipe", "socket", "nccl
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether `error` only reports that the connection to another rank is lost, not why."""
+    """Return whether `error`, by its text, only reports that the connection to another rank is lost, not why."""
     said = str(error).lower()
     return isinstance(error, RuntimeError) and not isinstance(error, OSError) and any(word in said for word in _LOST)

@@ -122,10 +122,11 @@ class BuiltIn:
         return partial_numel // size if scatters else 0
 
     def _scaled(self, partial: Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:
-        """Return the reduce operation to use, and the factor by which its result must be multiplied."""
+        """Return the reduce operation to use, and the factor by which its result must be multiplied. May scale
+        `partial`."""
         if scale == 1 / size and not sum_only and self._averages:
             return dist.ReduceOp.AVG, 1.0
-        if partial.dtype.itemsize < 4:  # the sum may overflow: scale the terms first
+        if partial.dtype.itemsize < 4:  # an fp16 sum may overflow: scale the terms first
             partial.mul_(scale)
             return dist.ReduceOp.SUM, 1.0
         return dist.ReduceOp.SUM, scale

@@ -1,10 +1,10 @@
 """Collectives for lanes (`weft.comm.lanes`), and blocking collectives. The group's transport executes most of them.
 
 Each function for lanes starts its transfers and returns a `Pending`, whose `complete()` waits for the transfers and
-does the remaining work on this rank. Tensors are contiguous. They are 1-D, except in `all_to_all`, which sends rows,
-and in `send` and `receive`. `tag` separates the messages of different lanes if the transport has tags. The functions at
-the end of this file are blocking. The hang detector watches blocking functions during the call, and functions for lanes
-while a caller waits for them.
+does the remaining work on this rank. Its tensors are contiguous. They are 1-D, except in `all_to_all`, which sends
+rows, and in `send` and `receive`. `tag` separates the messages of different lanes if the transport has tags. The
+functions at the end of this file are blocking (on CUDA, the current stream waits). The hang detector watches blocking
+functions during the call, and functions for lanes while a caller waits for them.
 """
 
 import math
@@ -123,7 +123,7 @@ def all_to_all(
 
 def all_to_all_counts(received: Tensor, counts: Tensor, host: Tensor, group: ProcessGroup, tag: int) -> Pending:
     """Send the r-th equal part of `counts` to rank r. Fill `received` with the parts for this rank. Then copy `counts`
-    to `host[0]` and `received` to `host[1]`, in pinned CPU memory. Call `Ticket.synchronize` before you read `host`."""
+    to `host[0]` and `received` to `host[1]`, in CPU memory. Call `Ticket.synchronize` before you read `host`."""
     even = [counts.numel() // group.size()] * group.size()
     pending = all_to_all(received, counts, even, even, group, tag)
 

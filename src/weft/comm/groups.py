@@ -127,8 +127,8 @@ _naming = threading.RLock()
 def _named(name: str) -> Iterator[None]:
     """Inside this context, groups that this thread creates get the name `name`.
 
-    Ranks find each other by the group's name. torch's names contain the number of groups that a rank has created. This
-    number differs between the ranks of a pipeline, so these ranks would wait for each other forever.
+    Ranks find each other by the group's name. torch's names depend on the number of groups that a rank has. This number
+    may differ between the ranks of a pipeline, and these ranks would then wait for each other forever.
     """
     c10d, caller = dist.distributed_c10d, threading.get_ident()
     with _naming:
@@ -154,14 +154,14 @@ def _options(group: dist.ProcessGroup) -> Any:
 
 
 def twin_group(group: dist.ProcessGroup) -> Any:
-    """Create a second communicator over the ranks of `group`. All these ranks, and no others, must call this function.
+    """Create another communicator over the ranks of `group`. All these ranks, and no others, must call this function.
     Without tags, a communicator runs its collectives one by one. Those of different communicators can overlap."""
     return _made_within(group, dist.get_process_group_ranks(group), f"twin {_next(group, 'twin')}")
 
 
 def second_communicator(group: dist.ProcessGroup) -> Any:
-    """Return `group` if gloo is its only backend: messages with different tags can overlap in such a group. Otherwise
-    return a `twin_group`."""
+    """Return `group` if gloo is its only backend and messages have tags: those with different tags can then overlap.
+    Otherwise return a `twin_group`."""
     tagged = transport_of(group, torch.device("cpu")).capabilities.tags
     of_hosts = all(backend.name() == HOSTS for backend in _backends(group))
     return group if tagged and of_hosts else twin_group(group)
@@ -179,8 +179,8 @@ def neighbors(group: dist.ProcessGroup, size: int) -> Any:
 
 
 def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Any]:
-    """For each pair of ranks of `group` in `pairs`, return a communicator, or None if this rank is not in it. Every
-    rank of `group` must make the same calls in the same order. With tags, pairs of the same two ranks share one
+    """For each pair of ranks of `group` in `pairs`, return a communicator, or None if this rank is not in the pair.
+    Every rank of `group` must make the same calls in the same order. With tags, pairs of the same two ranks share one
     communicator. Without tags, each pair has its own, because a communicator runs one message at a time. `group` itself
     is never used for a pair, because an aborted wait would close it for good."""
     tagged = transport_of(group, device).capabilities.tags

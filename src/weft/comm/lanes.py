@@ -34,10 +34,11 @@ ABANDONED_TIMEOUT = timedelta(seconds=10)
 
 @dataclass(eq=False, repr=False)
 class Ticket:
-    """A handle of communication in flight. `wait` makes later computation wait for it. Waiting again does nothing.
+    """A handle of communication in flight. `wait` makes later computation wait for the communication. Waiting again on
+    the same stream does nothing.
 
     - `after`: the ticket whose communication must end before this one's starts.
-    - `home`: the stream that was current when the communication started. This stream also uses the memory.
+    - `home`: the stream that was current when the communication started. It also uses the memory of the communication.
     - `name`: the communication's name in reports of the stream checker.
     """
 
@@ -58,9 +59,9 @@ class Ticket:
             self.abandon()
 
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
-        """Wait at most `timeout` for this ticket's transfer and discard its result. Its memory can then be reused.
+        """Wait at most `timeout` for this ticket's transfer, so that its memory can be reused. Discard its result.
 
-        Without the wait, the lane's next receives would take the messages of this transfer.
+        Without the wait, the lane's next receives could take the messages of this transfer.
         """
         self._order(self._home)
         transfer, self._transfer = self._transfer, None
@@ -77,8 +78,8 @@ class Ticket:
 
     @property
     def ended(self) -> bool:
-        """Whether the transfers have ended and no longer use their memory. On CPU, False until a caller, or the thread
-        of `end_by_itself`, has waited for this ticket."""
+        """Whether the transfers have ended and no longer use their memory. On CPU, transfers that did not end at once
+        count as ended only after a caller, or the thread of `end_by_itself`, has waited for this ticket."""
         if self._event is not None and not self._event.query():
             return False
         return self._transfer is None or self._transfer.has_ended
@@ -180,7 +181,8 @@ class Lane:
 
         - `channel`: keeps these messages apart from the lane's messages of other channels. Collectives that some ranks
           may skip need a separate channel.
-        - `after`: a ticket that must end before the collective starts. The computation does not wait for it.
+        - `after`: a ticket that must end before the collective starts. The computation does not wait for it, except on
+          CPU with a transport without tags.
         - `behind`: an event (`streams.moment`) at which all inputs are ready. With streams, the collective waits only
           for this event, not for other work of the current stream, and must write to memory from `Lane.memory`.
         - `prepare`: called right before the collective starts, on CUDA on the lane's stream.

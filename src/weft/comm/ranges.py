@@ -1,4 +1,4 @@
-"""Ranges for profilers, named `weft/<unit>/<gather|forward|backward|reduce>`, and intervals for a timeline.
+"""Ranges for profilers, such as `weft/<unit>/gather`, and intervals for a timeline.
 
 the first of these that is active         what weft emits
 ----------------------------------------  --------------------------------------------------------------------
@@ -29,7 +29,7 @@ def profiled(unit: str, what: str) -> AbstractContextManager:
         watch.subject = unit or "the root"
     if not recording and not observed():
         return NOTHING
-    return _range(unit, what) or labeled(f"{unit}/{what}")
+    return _range(unit, what) or labeled(f"{unit or 'root'}/{what}")
 
 
 def _observed() -> bool:

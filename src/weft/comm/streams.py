@@ -4,7 +4,7 @@
     ------------------------  ----------------------------  -------------------------------------  -----------------
     `has_streams`             yes                           yes, for CPU tensors                   no
     `new`, `current`, `on`    torch.cuda's streams          names with vector clocks               nothing to order
-    `wait_on_host`            polls the event               merges the clocks and counts the wait   -
+    `wait_on_host`            waits for the event           merges the clocks and counts the wait   -
     `moment`                  an event                      a clock                                None
     `lend`                    `record_stream`               freed after both streams' work         -
     `host_memory`             pinned                        host memory                            plain memory

@@ -1,10 +1,10 @@
 """The protocol that each transport implements to move tensors between ranks, and the capabilities of a transport.
 
-    transport                    tags   helpers   bundles           sums
-    --------------------------   ----   -------   ---------------   -------------------------------
-    `gloo.Gloo`                  yes    yes       one message       in rank order
-    `gloo.copying.CopyingGloo`   no     no        one message       in rank order
-    `builtin.BuiltIn`            no     no        one group call    by the backend; NCCL averages
+    transport                    tags   helpers   bundles                         sums
+    --------------------------   ----   -------   -----------------------------   -------------------------------
+    `gloo.Gloo`                  yes    yes       one message for small tensors   in rank order
+    `gloo.copying.CopyingGloo`   no     no        one message for small tensors   in rank order
+    `builtin.BuiltIn`            no     no        one group call                  by the backend; NCCL can average
 
 Code outside of `weft.comm` asks for a capability, not for the name of a backend. `weft.comm.backends` chooses the
 transport. A transport has no state: one instance serves all groups.

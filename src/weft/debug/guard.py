@@ -5,7 +5,7 @@
 
     a program                                               without the guard                 with the guard
     ------------------------------------------------------  --------------------------------  ------------------------
-    reads `weight.detach()` that was kept from a forward    garbage, or another unit's data   NaN
+    reads `weight.detach()` that was kept from a forward    arbitrary values, or a crash      NaN
     writes to gathered weights through `weight.data`        lost with the next gather         `WeightsWritten`
 
 When gathered weights are freed, their memory is filled with NaN. With `allocator="trace"`, the weights of all

@@ -23,8 +23,8 @@ _WRITTEN_BY_COLLECTIVES = {
 }
 """The number of leading arguments that each collective writes to. Other collectives write to all arguments."""
 TOUCH_NOTHING = ("aten::empty", "aten::new_empty", "aten::set_", "aten::resize_")
-"""Operators that allocate memory without reading or writing it. The allocator may return memory that earlier work on
-the same stream used, so the allocation counts as a write on that stream."""
+"""Operators that neither read nor write memory, but may allocate it. The allocator may return memory that earlier work
+on the same stream used, so the allocation counts as a write on that stream."""
 _ASK_THE_DEVICE = {
     "aten::_local_scalar_dense",
     "aten::nonzero",
@@ -94,8 +94,8 @@ def _arguments_written(func: Any) -> list[tuple[int, str]]:
 def asks_device(
     func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], is_host: Callable[[torch.Tensor], bool]
 ) -> bool:
-    """Return whether `func` makes the host wait for a result of the device. `tensors`: the inputs and outputs of
-    `func`. `is_host`: a function that returns whether a tensor is in host memory."""
+    """Return whether `func` makes the host wait for the device. `tensors`: the inputs and outputs of `func`. `is_host`:
+    a function that returns whether a tensor is in host memory."""
     name = func._schema.name
     if name in ("aten::copy_", "aten::_to_copy"):
         sides = {is_host(each) for each in tensors if has_memory(each)}

@@ -1,6 +1,6 @@
-"""Records when communication and computation ran. Lanes (communication queues) report their operations to the recording
-timeline, and schedules (`weft.overlap`) report their compute steps. If no timeline is recording, each of them only
-checks whether a list is empty.
+"""Records when communication and computation ran. Lanes (communication queues) report their operations, and the waits
+for these, to the recording timeline. Schedules (`weft.overlap`) report their compute steps. If no timeline is
+recording, each of them only checks whether a list is empty.
 
     with Timeline() as timeline:
         step()
@@ -27,9 +27,10 @@ from weft.comm.transport import Pending
 
 
 class Interval(NamedTuple):
-    """One operation on a lane. Times are seconds since the recording began. `start`: the time of issue or, if later,
-    the time at which the communicator had finished all earlier operations. This assumes that a communicator runs one
-    operation after another, as in NCCL. Over gloo, operations may overlap."""
+    """One operation on a lane, a compute step (`lane` "compute") or a wait (`lane` "wait"). Times are seconds since the
+    recording began. `start`: the time of issue or, if later, the time at which the communicator had finished all
+    earlier operations. This assumes that a communicator runs one operation after another, as in NCCL. Over gloo,
+    operations may overlap."""
 
     lane: str
     label: str
@@ -51,8 +52,8 @@ class _Entry:
 
 
 class Timeline:
-    """A context manager that records spans of computation, and operations on lanes (communication queues). Only one
-    timeline can record at a time."""
+    """A context manager that records operations on lanes (communication queues), waits for them, and compute steps of
+    schedules. Only one timeline can record at a time."""
 
     def __init__(self) -> None:
         self.label = ""

@@ -8,9 +8,10 @@ all others                       element-wise, on operands that are cut     `on_
                                    or can be sliced in the same way
 foreach and fused optimizers     on lists, all tensors at once              `on_lists`
 
-Local parts are passed to the method or function of torch that has the operator's name, because it parses its arguments
-faster than the operator. A rule returns `NotImplemented` or raises TypeError if it cannot run the operator on
-local parts. The rules run below autograd, so they increment the version counters of the local parts that they write to.
+The fast path and `on_lists` pass local parts to the method or function of torch that has the operator's name, because
+it parses its arguments faster than the operator. A rule returns `NotImplemented` or raises TypeError if it cannot run
+the operator on local parts. The rules run below autograd, so they increment the version counters of the local parts
+that they write to.
 """
 
 import operator

@@ -1,4 +1,4 @@
-"""The placements of sharded tensors: `Shard(dim)` for even cuts, otherwise a subclass that stores the cuts.
+"""The placements of sharded tensors: `Shard(dim)` for even cuts over one mesh axis, else a subclass that has the cuts.
 
 The cuts of a tensor (`weft.layout.cuts`) are the borders between the parts that the ranks have.
 
@@ -9,9 +9,9 @@ The cuts of a tensor (`weft.layout.cuts`) are the borders between the parts that
 
 With a parameter's placements, `distribute_tensor` and `redistribute` return a DTensor with even cuts. The parameter's
 `copy_` and other operators accept this DTensor, however the parameter is cut. `from_local` returns a tensor with the
-parameter's cuts. A placement cannot change what torch's `from_local` does: it would multiply the local shape by the
-number of ranks, with a different result on each rank. Therefore weft wraps `from_local` and `redistribute`. With
-torch's own placements, both behave as in torch.
+parameter's cuts. torch's `from_local` would multiply the local shape by the number of ranks, with a different result on
+each rank, and a placement cannot change this. Therefore weft wraps `from_local` and `redistribute`. With torch's own
+placements, both behave as in torch.
 """
 
 import functools

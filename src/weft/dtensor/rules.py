@@ -2,9 +2,10 @@
 
 operator                                        | runs
 ------------------------------------------------+------------------------------------------------------------
-element-wise, foreach, fused optimizer steps    | on the local parts, if all have the same cuts: `local.py`
+element-wise, foreach, fused optimizer steps    | on the local parts; may gather operands with other cuts: `local.py`
 full norms, sum, mean, max, min, any, all       | on the local parts, then one small all-reduce per mesh axis
-copy_ from a full tensor or from other cuts     | on this rank's slice
+copy_ from a full tensor or from other cuts     | on this rank's slice; other cuts are gathered first
+random values, as of normal_ and rand_like      | on this rank's slice of the values, which every rank draws
 operators on tensors that one rank has whole    | on that rank, without communication, as in a step of Muon
 views                                           | lazily: see `views.py`
 all others, if they write to no argument        | on the gathered tensor; the result is replicated (communicates)
@@ -93,8 +94,8 @@ _localized = partial(tree_map, local_of)
 
 
 def _new_empty(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Return a plain tensor for `nn.init`, which fills it and copies it to the parameter. With a `device`, return a
-    tensor with the same cuts for checkpoint stagers, which copy local parts."""
+    """Return a plain tensor for `nn.init`, which fills it and copies it to the parameter. With a `device` and the same
+    shape, return a tensor with the same cuts for checkpoint stagers, which copy local parts."""
     tensor = args[0]
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     if "device" in kwargs and tuple(args[1]) == tensor.shape and isinstance(tensor, UnevenDTensor):
@@ -228,7 +229,7 @@ _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def _on_owner(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run the operator on the one rank that has all operands. On the other ranks, the result's local part is empty."""
+    """Run the operator on the rank that has all operands; others get an empty part. If none has all: `_on_whole`."""
     operands = uneven_in((args, kwargs))
     like = operands[0]
     owner = like.owner
@@ -346,9 +347,8 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _write_through(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an operator that writes to a sharded tensor or its views, and cannot run on local parts. Every rank runs it
-    on the gathered tensor and keeps its part. Operands that are the same tensor, or views of it, share the gathered
-    tensor's memory, as in one process."""
+    """Run an operator that writes to a sharded tensor or its views on the gathered tensor; each rank keeps its part.
+    Operands that are the same tensor, or views of it, share the gathered tensor's memory, as in one process."""
     changed = changed_by(func, args, kwargs)
     parents = parents_of(changed)
     if not parents:

@@ -105,7 +105,7 @@ class UnevenDTensor(RuledDTensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return what DTensor returns. While `torch.compile` traces, make it skip the code that uses this tensor,
-        because a compiled graph would create DTensors with even cuts."""
+        because a compiled graph would create DTensors with even cuts. With `fullgraph=True`, raise RuntimeError."""
         if torch._guards.TracingContext.try_get() is None:
             return super().__tensor_flatten__()
         from torch._dynamo.exc import SkipFrame

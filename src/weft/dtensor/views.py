@@ -1,6 +1,6 @@
 """Views of sharded tensors. A view stores its operators, not a copy of values.
 
-w[:, :2].t()     stores the parent w and the steps (slice, slice, transpose), without communication
+w[:, :2].t()     stores the parent w and the steps, a slice and a transpose, without communication
 reading it       gathers w and applies the steps, each time, so that values are never stale
 writing to it    gathers w, applies the steps and writes; each rank then stores its part of w
 """

@@ -1,1 +1,1 @@
-"""Memory of sharded training: flat buffers, the pool that they share, and CPU offload."""
+"""Memory of sharded training: flat buffers, the pool of transient buffers, and CPU offload."""

@@ -93,12 +93,12 @@ class Transient:
 class Pool:
     """Provides and plans the memory of a model's gathered weights, or of its partial gradients.
 
-    - `plan`: the places of the buffers in one slab of memory; None before the first plan.
+    - `plan`: the places of the buffers in one slab of memory, or None.
     - `plans`: the number of plans made so far.
     - `lower_bound`: the peak of live bytes in the steps that the plan covers. No smaller slab suffices.
     - `peak`: the peak of live bytes in all steps.
-    - `allocations`: the number of calls of torch's allocator.
-    - `fallbacks`: how often, since the first plan, a buffer had no free place in the slab.
+    - `allocations`: the number of allocations; each is a slab or one buffer outside of it.
+    - `fallbacks`: how often, while there was a plan, a buffer had no free place in the slab.
     - `outdated`: whether the plan no longer fits the use of the buffers.
     """
 
@@ -208,8 +208,8 @@ class Pool:
     def end_step(self, foreseen: Iterable[Sequence[Transient]] = (), *, learns: bool = False) -> None:
         """End a step. If the pool is `outdated`, make a new plan, unless views of a buffer are in use (`is_fixed`).
         Does nothing while a buffer is alive. `foreseen`: sets of buffers that may be alive together in later steps.
-        `learns`: whether the steps under the first plan may have taken more than later ones will. If this step shows
-        it, the new plan is for this step alone."""
+        `learns`: whether the steps that the first plan covers may have taken more than later ones will. If this step
+        took much less than that plan, the new plan is for this step alone."""
         if not self.planned or self._alive:
             return
         step, self._step = self._step, self._step + 1

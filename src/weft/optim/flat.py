@@ -39,7 +39,7 @@ def flat(
     """Return an optimizer of the class `optimizer` for a sharded model. It updates flat tensors, each of which holds
     this rank's parts of parameters that are adjacent in memory.
 
-    The results are the same as with `optimizer` over `model.parameters()`, but there are far fewer tensors.
+    The results are the same as with `optimizer` over the parameters themselves, but there are far fewer tensors.
 
     Args:
         optimizer: a class of `torch.optim` that updates each element separately (see `ELEMENT_WISE`).
@@ -172,8 +172,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_over(self, runs: Sequence[FlatRun], step: Callable[[], Any]) -> None:
-        """Call torch's `step` while only `runs` have gradients. If gradients are widened, pass a single run, because
-        widened gradients share memory."""
+        """Call torch's `step` while only `runs` have gradients. If none has one, do nothing. If gradients are widened,
+        pass a single run, because widened gradients share memory."""
         wide = self._room_for(runs[0]) if runs and runs[0].group in self._widened else None
         try:
             for run in runs:
@@ -185,7 +185,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 run.drop_gradient()
 
     def _room_for(self, run: FlatRun) -> torch.Tensor:
-        """Return memory for the gradient of `run` in the dtype of its weights. All runs share this memory."""
+        """Return memory for the gradient of `run` in the dtype of its weights. Runs of the same dtype share it."""
         kind = run.flat.dtype, run.flat.device
         if kind not in self._rooms:
             alike = [each for each in self._runs if each.group in self._widened and each.flat.dtype == kind[0]]

@@ -4,7 +4,7 @@ main weights of a group     | norm | qkv .... | out .... | up ......... |
 one run                            |<------------------->|
 its flat parameter                 a plain tensor, a view of this rank's part: the optimizer's step updates it
 its `.grad`                        a DTensor over all ranks: gradient scalers and norms see the whole gradient
-its `.grad` in a step              like the flat parameter: a plain view of this rank's part of the main gradients
+its `.grad` in a step              a plain tensor like the flat parameter: this rank's part of the main gradients
 """
 
 import weakref

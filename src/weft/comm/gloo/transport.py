@@ -86,7 +86,7 @@ class Gloo:
     ) -> Pending:
         """Send all slices below `ALONE_BYTES` to each rank in one message, and each larger slice in its own message.
 
-        The sums are bitwise equal to those of one reduction per tensor.
+        If the outputs have the dtype of the messages, the sums are bitwise equal to those of one reduction per tensor.
         """
         rank, size = dist.get_rank(group), group.size()
         swaps: list[Swap] = []
