@@ -255,6 +255,17 @@ def test_after_a_first_pass_that_fails_the_payload_alone_is_kept_too():
     assert gone(net)
 
 
+@distributed(2)
+def test_weights_that_are_unfrozen_after_a_first_pass_that_fails_keep_exact_values():
+    net, exact = shard(adapted(), tensorwise(), strategy="optim_grads"), adapted()
+    with pytest.raises(RuntimeError, match="shapes"):
+        net(torch.ones(2, WIDTH + 1))
+    net[1].base.requires_grad_(True)
+    net(torch.ones(2, WIDTH))
+    kept = [torch.equal(nets.full(one.base.weight), other.base.weight) for one, other in zip(net, exact)]
+    assert kept == [False, True, False]
+
+
 @pytest.mark.slow
 @distributed(2)
 def test_two_copies_and_main_weights_in_cpu_memory_keep_exact_values():

@@ -6,13 +6,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import weft
 from tests.fsdp import nets, scaled
 from tests.pool import distributed
+from weft.dtensor.tensor_parallel import EXPERT
 from weft.fsdp import weight_gradient
 from weft.fsdp.gradients.direct import local_part
 from weft.fsdp.gradients.products import is_scaled
@@ -263,6 +264,28 @@ def test_a_rank_s_part_of_a_stack_of_experts_stays_quantized(world):
     assert is_scaled(part) and part.dtype == torch.float8_e4m3fn
     ends = torch.tensor([2, 4], dtype=torch.int32)
     torch.testing.assert_close(torch._grouped_mm(x, part, ends), torch._grouped_mm(x, stack, ends), rtol=0.1, atol=1.0)
+
+
+def test_stacks_that_are_cut_inside_an_expert_are_refused_and_others_are_not(world):
+    world(0, 4)
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+
+    def shard(recipe, *placements):
+        experts = nn.Module()
+        experts.multiplied_parameters = ("weight",)
+        spread = DTensor.from_local(torch.zeros(2, 32, 32), mesh["ep", "tp"], placements, run_check=False)
+        experts.weight = nn.Parameter(spread)
+        setattr(experts.weight, EXPERT, True)
+        policy = weft.MixedPrecisionPolicy(BF16, param_quantization=recipe)
+        return weft.fully_shard(experts, mesh=mesh["dp"], mp_policy=policy)
+
+    for recipe in (blockwise(16, 16), tensorwise(compute="scaled")):
+        (group,) = shard(recipe, Shard(0), Replicate())._weft_unit.groups
+        assert group.recipe.quantization == recipe
+    with pytest.raises(ValueError, match=r"'weight' of shape \(2, 32, 32\): products of tensor-parallel weights"):
+        shard(tensorwise(compute="scaled"), Shard(0), Shard(1))
+    with pytest.raises(ValueError, match=r"each of 2 ranks 32 along dimension 1, .* must be a multiple of 128"):
+        shard(blockwise(64, 16), Shard(0), Shard(1))
 
 
 @pytest.mark.parametrize("compute", ["dequantize", "scaled"])

@@ -87,7 +87,16 @@ def test_an_output_without_a_gradient_leaves_its_weights_without_one():
     assert call.replays == 6 and len(call.eager) == 2, call.eager
 
 
-def test_gradients_that_arrive_in_other_layouts_are_those_of_eager_calls():
+def test_gradients_that_arrive_in_other_layouts_are_those_of_eager_calls(monkeypatch):
+    recorded = []
+    record = backward.Backward.record
+
+    def recording(self, samples):
+        recorded.append(samples)
+        return record(self, samples)
+
+    monkeypatch.setattr(backward.Backward, "record", recording)
+
     def step_of(net, step):
         y = net.part(net.outside(rows(step)))
         loss = (y.sum(), (y.t() @ rows(step, 19, 7)).square().sum(), (rows(1, WIDTH, 19) * y.t()).square().sum())
@@ -96,6 +105,7 @@ def test_gradients_that_arrive_in_other_layouts_are_those_of_eager_calls():
 
     call = compare(lambda: Net(nn.Linear(WIDTH, WIDTH)), step_of)
     assert call.replays == 6 and len(call.eager) == 2, call.eager
+    assert len(recorded) == 3  # each layout once
 
 
 def test_more_forms_of_gradients_than_are_recorded_are_eager_and_right(monkeypatch):

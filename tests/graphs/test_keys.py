@@ -97,6 +97,16 @@ def test_calls_that_differ_have_captures_of_their_own_and_alike_ones_share_one(c
     assert (call.captures, call.replays) == (2, 6), call.eager
 
 
+def test_calls_with_more_signatures_than_are_captured_are_eager_and_counted():
+    _, module, call, _owner = pair(Weighs)
+    for _ in range(3):
+        for factor in range(5):
+            results(module, lambda factor=factor: (x(), None, factor))
+        call.enable()
+    assert (call.captures, call.replays) == (4, 4)
+    assert call.eager["more than 4 different input signatures"] == 3
+
+
 def test_training_is_part_of_what_differs_and_calls_under_autocast_stay_eager():
     plain, module, call, _owner = pair(Weighs)
     for _ in range(5):

@@ -130,12 +130,30 @@ class Settings:
 class Hidden(nn.Module):
     """No child of a module, for it lies in a tuple."""
 
-    def __init__(self):
+    def __init__(self, child=None):
         super().__init__()
-        self.scale = 1.0
+        self.scale, self.child = 1.0, child
 
     def forward(self, y):
-        return y * self.scale
+        return y * self.scale if self.child is None else self.child(y * self.scale)
+
+
+class Row(tuple):
+    """Unlike a plain tuple, has a `__dict__`."""
+
+
+def unset():
+    """A function whose closure has a variable without a value."""
+
+    def multiplied(y):
+        try:
+            return y * factor
+        except NameError:
+            return y
+
+    factor = 1.0
+    del factor
+    return multiplied
 
 
 class Deep(Base):
@@ -144,18 +162,21 @@ class Deep(Base):
     def __init__(self):
         super().__init__()
         self.pair, self.sign, self.kind = Pair(), 0.0, Settings
-        self.hidden = (Hidden(), {"a": [{"b": ({"scale": 1.0},)}]})
+        self.hidden = (Hidden(Hidden()), {"a": [{"b": ({"scale": 1.0},)}]})
         self.table, self.times = {1: 1.0}, functools.partial(times, factors=[1.0])
         scale = [1.0]
         self.closed = lambda y: y * scale[0]
         self.scale = scale
         self.order = collections.OrderedDict(a=1.0, b=2.0)
+        self.chosen, self.row, self.unset, self.named = {1.0}, Row([{"scale": 1.0}]), unset(), SimpleNamespace(old=1.0)
+        self.function, self.bound = torch.sin, [1.0].index
 
     def forward(self, x):
         hidden, deep = self.hidden
         y = self.closed(self.times(hidden(self.pair(super().forward(x)))))
         y = y * self.kind.scale * deep["a"][0]["b"][0]["scale"] * self.table.get(1, 2.0)
-        y = y * next(iter(self.order.values()))
+        y = self.unset(self.function(y)) * next(iter(self.order.values())) + self.bound(1.0)
+        y = y * max(self.chosen) * self.row[0]["scale"] * getattr(self.named, "new", 1.0)
         return y + math.copysign(1.0, self.sign) + (self.sign is False)
 
 
@@ -169,11 +190,18 @@ DEEP = {
     "what an object's class has": lambda module: module.pair.kinds.update(a=[3.0]),
     "a class": lambda module: setattr(module.kind, "scale", 3.0),
     "a module that is no child": lambda module: setattr(module.hidden[0], "scale", 3.0),
+    "a module inside a module that is no child": lambda module: setattr(module.hidden[0].child, "scale", 3.0),
     "seven levels down": lambda module: module.hidden[1]["a"][0]["b"][0].update(scale=3.0),
     "a key": lambda module: (module.table.clear(), module.table.update({2: 1.0})),
     "an argument of a partial": lambda module: module.times.keywords["factors"].__setitem__(0, 3.0),
     "what a closure has": lambda module: module.closed.__closure__[0].cell_contents.__setitem__(0, 3.0),
     "another closure": lambda module: setattr(module.closed.__closure__[0], "cell_contents", [3.0]),
+    "a variable that gets its value": lambda module: setattr(module.unset.__closure__[0], "cell_contents", 3.0),
+    "an element of a set": lambda module: (module.chosen.clear(), module.chosen.add(3.0)),
+    "what a tuple with attributes has": lambda module: module.row[0].update(scale=3.0),
+    "the name of an attribute": lambda module: (delattr(module.named, "old"), setattr(module.named, "new", 3.0)),
+    "a function of torch": lambda module: setattr(module, "function", torch.tanh),
+    "a method of a list": lambda module: setattr(module, "bound", module.bound.__self__.count),
     "a sign": lambda module: setattr(module, "sign", -0.0),
     "a type": lambda module: setattr(module, "sign", False),
     "an order": lambda module: module.order.move_to_end("a"),
@@ -211,8 +239,8 @@ HELD = {}
 def holds():
     """A module that reads what its methods, descriptors, members of enums, references and keys hold."""
     inside = {name: [1.0] for name in ("method", "default", "property", "cached", "before", "counted")}
-    kept, referred = Kept(1.0), Settings()
-    HELD.update(inside, kept=kept, referred=referred)
+    kept = Kept(1.0)
+    HELD.update(inside, kept=kept, referred=Settings())
     Kind.ONE.value.update(scale=1.0)
 
     class Holds(Base):
@@ -221,7 +249,7 @@ def holds():
         def __init__(self):
             super().__init__()
             self.codes, self.kind, self.keys = [lambda y: y * 1.0], Kind.ONE, {Settings(): 1}
-            self.reference, self.number = weakref.ref(referred), numpy.float32(1.0)
+            self.reference, self.number = weakref.ref(HELD["referred"]), numpy.float32(1.0)
             self.factory = collections.defaultdict(lambda: 1.0)
             self.cached = functools.lru_cache(lambda: inside["cached"][0])
 
@@ -299,8 +327,9 @@ def test_a_capture_leaves_a_closure_as_it_was():
     assert call.captures == 0 and "it sets attributes" in call.refused, call.refused
 
 
-def test_a_weak_proxy_cannot_be_compared():
-    there = Settings()
+@pytest.mark.parametrize("make", [Settings, collections.deque])
+def test_a_weak_proxy_cannot_be_compared(make):
+    there = make()
     _, call = run(Base, lambda module, number: setattr(module, "proxy", weakref.proxy(there)))
     assert call.captures == 0 and "ProxyType" in call.refused, call.refused
 
@@ -347,6 +376,10 @@ def test_equal_values_in_new_objects_need_no_capture():
 
     _, call = run(Base, renewed)
     assert (call.captures, call.replays) == (1, 6), call.eager
+    module = Base()
+    found = attributes.Attributes([module])
+    renewed(module, 0)
+    assert found.same() and found._walk.same()  # the next comparison is fast again
 
 
 class Grown(nn.Module):
@@ -441,9 +474,10 @@ def test_attributes_that_change_with_each_call_end_the_captures_by_name():
     assert any("change between calls (Base.factor)" in each for each in call.eager), call.eager
 
 
-def test_a_hook_on_a_module_inside_ends_the_replays():
+@pytest.mark.parametrize("where", [lambda module: module.linear, lambda module: module.hidden[0]])
+def test_a_hook_on_a_module_inside_ends_the_replays(where):
     doubled = lambda module, args, output: output * 2  # noqa: E731
-    _, call = run(Base, at_five(lambda module: module.linear.register_forward_hook(doubled)))
+    _, call = run(Deep, at_five(lambda module: where(module).register_forward_hook(doubled)))
     assert (call.captures, call.replays) == (1, 3)
     assert "a module inside it has hooks, which a replay would not run" in call.eager
 
@@ -516,6 +550,35 @@ def test_a_forward_with_side_effects_stays_eager_and_has_each_once(make, reason)
     assert make is not CountsInItsClass or make.calls == 16  # of both modules
 
 
+class Slotted:
+    __slots__ = ("later",)
+
+
+class Adds(Base):
+    """Adds to everything that a capture restores."""
+
+    def __init__(self):
+        super().__init__()
+        self.chosen, self.queue, self.slotted = {1}, collections.deque([1]), Slotted()
+
+    def forward(self, x):
+        self.chosen.add(2)
+        self.queue.append(2)
+        self.added = type(self).added_to_class = self.slotted.later = 1
+        return super().forward(x)
+
+
+def test_what_a_forward_adds_can_be_taken_away_again():
+    module = Adds()
+    found = attributes.Attributes([module])
+    module(torch.ones(2, 4))
+    assert not found.same()
+    found.restore()
+    assert found.same()
+    assert (module.chosen, module.queue) == ({1}, collections.deque([1]))
+    assert not any(map(hasattr, (module, Adds, module.slotted), ("added", "added_to_class", "later")))
+
+
 class Leaves(Base):
     """Leaves a loss in what it is given."""
 
@@ -551,6 +614,15 @@ def test_a_copy_of_a_module_computes_with_its_own_weights():
     x = torch.ones(2, 4)
     assert torch.equal(other(x), other.act(other.linear.bias.repeat(2, 1)) * 2)
     assert not torch.equal(other(x), module(x))
+
+
+def test_a_dropped_call_leaves_the_forward_that_a_user_had_set():
+    module = Base()
+    patched = module.forward = lambda x: module.linear(x) * 2
+    call, _owner = graphed(module)
+    assert module.forward is call
+    call.drop()
+    assert module.forward is patched
 
 
 class Signed(Base):

@@ -20,7 +20,7 @@ def hooked(block):
 
 
 def compiled(block):
-    block.up.compile()
+    block.up._compiled_call_impl = block.up._call_impl  # as by `block.up.compile()`, which imports the compiler first
 
 
 def sharded(block):
@@ -31,6 +31,7 @@ CASES = [
     (tape("1"), hooked, "'1.up' inside '1' has hooks"),
     (tape("1"), compiled, "'1.up' is compiled"),
     (tape("1"), sharded, "'1' contains '1.up', which is a separate unit"),
+    (tape(""), sharded, "'the root' contains '1.up'"),
     (tape("1", "1.up"), None, "'1.up' lies inside another chosen module"),
     (tape("1.up", "1"), None, "'1.up' lies inside another chosen module"),
     (tape("2"), None, "no module '2'"),
@@ -40,7 +41,6 @@ CASES = [
 ]
 
 
-@pytest.mark.long
 @distributed(2)
 def test_modules_that_no_graph_can_hold_are_refused_with_the_reason():
     for graphs, change, words in CASES:
@@ -70,6 +70,14 @@ def test_inputs_and_weights_of_other_classes_are_refused_with_the_reason():
         run(lambda: Block(8, 12), {"up": ColwiseParallel(), "down": RowwiseParallel()})
     report = run(lambda: nn.Linear(8, 8), ColwiseParallel(use_local_output=True))
     assert report["replays"] == 0 and any("a DTensor" in each for each in report["eager"]), report
+
+
+@distributed(1)
+def test_a_report_of_a_model_without_graphs_is_refused():
+    net = weft.fully_shard(nn.Linear(8, 8))
+    for function in (weft.graph_report, weft.drop_graphs):
+        with pytest.raises(ValueError, match=r"FSDPLinear has no graphs: pass runtime=.*Graphs\(\)\) to fully_shard"):
+            function(net)
 
 
 @distributed(2)

@@ -3,10 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from tests.pool import distributed
+from weft.fsdp.gradients.direct import whole
 from weft.graphs import captured
 from weft.graphs.captured import Captured, distinct
 from weft.graphs.places import Places
@@ -40,10 +44,10 @@ def test_memory_without_fixed_places_is_refused():
         weft.RuntimeOptions(graphs=True)
 
 
-def of(function, x, modules=(), like=None):
+def of(function, x, modules=(), like=None, owned=False):
     """`function` of one tensor, captured."""
     ((leaves, spec),) = [torch.utils._pytree.tree_flatten(((x,), {}))]
-    places = Places(modules, lambda parameter: False)
+    places = Places(modules, lambda parameter: owned)
     gradients = {0: Sample.of(x if like is None else like)}
     return Captured(TapeBackend(), function, leaves, spec, places, gradients, [].append)
 
@@ -61,6 +65,8 @@ def attention(x):
     return torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)
 
 
+ELSEWHERE = torch.ones(3)
+
 REFUSED = {
     "item": (lambda x: x * x.sum().item(), "host reads"),
     "a mask": (mask, "host reads"),
@@ -74,6 +80,8 @@ REFUSED = {
     "dropout that is recomputed": (lambda x: checkpoint(torch.dropout, x, 0.1, True, use_reentrant=False), "random"),
     "numbers of the host": (lambda x: x * torch.tensor([1.0, 2.0, 3.0]), "numbers on the host"),
     "a copy to another device": (offloaded, "copies between devices"),
+    "a tensor from elsewhere": (lambda x: x + ELSEWHERE, "not an argument, parameter or buffer"),
+    "a collective": (lambda x: x + torch.ops._c10d_functional.wait_tensor(x.detach()), "contains a collective"),
     "another class of tensors": (lambda x: x + TwoTensor(torch.ones(3, 3), torch.ones(3, 3)).sum(), "a TwoTensor"),
     "a write": (lambda x: x.detach().add_(1) + x, "writes to memory"),
     "a generator": (lambda x: (i for i in (x,)), "returns a generator"),
@@ -86,6 +94,12 @@ REFUSED = {
 def test_what_a_graph_cannot_hold_is_found_at_capture(function, words):
     with pytest.raises(RuntimeError, match=words):
         of(function, torch.ones(3, 3, requires_grad=True))
+
+
+def test_a_tensor_that_overlaps_itself_is_refused():
+    x = torch.ones(4).as_strided((3, 2), (1, 1)).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"shape \(3, 2\) and strides \(1, 1\) overlaps itself; pass .contiguous"):
+        of(lambda x: x * 2, x)
 
 
 def test_a_replay_reads_nothing_of_the_one_before(monkeypatch):
@@ -152,6 +166,34 @@ def test_weights_that_moved_are_no_address_of_a_replay():
     module.weight.data = module.weight.data.clone()
     with pytest.raises(RuntimeError, match="have moved"):
         found.sum().backward()
+
+
+class Summed(nn.Module):
+    """Reads weights whose gradients are summed over ranks, one of them twice."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh = mesh
+        self.weight, self.frozen = (
+            nn.Parameter(DTensor.from_local(torch.full((3,), value), mesh, [Replicate()])) for value in (2.0, 5.0)
+        )
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return x * whole(self.weight, self.mesh) * whole(self.frozen, self.mesh) + whole(self.weight, self.mesh)
+
+
+@distributed(1)
+def test_gradients_that_are_summed_over_ranks_outside_of_a_replay_come_to_their_weights():
+    module = Summed(init_device_mesh("cpu", (1,)))
+    graph = of(module, torch.ones(3, requires_grad=True), [module], owned=True)
+    for number in range(2):
+        x = torch.full((3,), 3.0 + number, requires_grad=True)
+        graph.run([x], copies=True).sum().backward()
+        assert x.grad.tolist() == [10.0] * 3
+        assert module.weight.grad.to_local().tolist() == [5 * (3.0 + number) + 1] * 3
+        assert module.frozen.grad is None
+        module.zero_grad()
 
 
 def test_a_graph_of_a_replay_cannot_be_differentiated_again():

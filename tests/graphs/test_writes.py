@@ -12,6 +12,7 @@ from tests.fsdp.test_direct_gradient import WIDTH, Writing, by_helper, make, not
 from tests.graphs.test_hooks import assert_equal, local, poisoned, tape
 from tests.pool import distributed
 from weft.graphs import writes
+from weft.graphs.capture import CaptureRefused
 from weft.graphs.places import range_of
 from weft.graphs.tape import TapeBackend
 
@@ -91,6 +92,24 @@ def test_the_bytes_of_recordings_include_the_trial():
     assert of_trial == weight.nbytes
     recordings.run(poisoned=False)
     assert recordings.nbytes == 2 * of_trial
+
+
+def test_a_backward_that_asks_for_other_gradients_than_its_trial_is_refused():
+    weights = [nn.Parameter(torch.ones(WIDTH)) for _ in range(2)]
+    asked = list(weights)
+
+    def backward():
+        for each in asked:
+            weft.fsdp.weight_gradient(each)[0].fill_(1)
+
+    def capture(function, may_write):
+        return TapeBackend().capture(function, [*map(range_of, weights), *may_write])
+
+    recordings = writes.Recordings(capture, backward, weights, contextlib.nullcontext, [].append)
+    for others in (weights[::-1], weights[:1], [*weights, weights[0]]):
+        asked[:] = others
+        with pytest.raises(CaptureRefused, match="needs other weight gradients than before"):
+            recordings.run(poisoned=False)
 
 
 class Asks(nn.Module):

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
 
 from tests.moe.reference import enlarge
@@ -41,6 +42,30 @@ def test_the_grouped_product_equals_the_loop(counts, dtype):
         assert_close(gradient, other)
 
 
+ACTS = {"silu": lambda gate, up: F.silu(gate) * up, "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up}
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
+def test_each_row_gets_the_biases_of_its_expert(backend, act):
+    counts = COUNTS["some have none"]
+    torch.manual_seed(1)
+    module = GroupedExperts(len(counts), 16, 24, act=act, bias=True, backend=backend)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    rows = torch.randn(sum(counts), 16)
+    expected = []
+    for expert, own in enumerate(rows.split(counts)):
+
+        def project(name, x, expert=expert):
+            return x @ module.get_parameter(name)[expert] + module.get_parameter(f"{name}_bias")[expert]
+
+        expected.append(project("down_proj", ACTS[act](project("gate_proj", own), project("up_proj", own))))
+    found = module(rows, torch.tensor(counts).cumsum(0, dtype=torch.int32))
+    assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype, inner", [(torch.float32, 6), (torch.bfloat16, 12)], ids=str)
 def test_sizes_that_the_grouped_product_refuses_take_the_loop_and_say_so(dtype, inner, caplog, monkeypatch):
     monkeypatch.setattr(experts_module, "_logged", set())
@@ -49,6 +74,7 @@ def test_sizes_that_the_grouped_product_refuses_take_the_loop_and_say_so(dtype, 
         run("grouped_mm", [3, 0, 2], dtype, inner=inner)
     (record,) = caplog.records
     assert f"intermediate_size={inner}" in record.message and str(dtype) in record.message
+    assert record.message.endswith(f"multiples of {16 // dtype.itemsize}")
     expected, expected_gradients = run("loop", [3, 0, 2], dtype, inner=inner)
     assert torch.equal(output, expected)
     assert all(torch.equal(gradient, other) for gradient, other in zip(gradients, expected_gradients))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.moe.reference import enlarge, plain
 from tests.pool import distributed
-from weft.moe import AllToAll, MoE, load_statistics, router_losses
+from weft.moe import AllToAll, MoE, load_statistics, router_losses, statistics
 from weft.moe.kinds import ROWS_PER
 
 # Whole vectors of the processor in every row: what is left over at a tensor's end is computed with other roundings.
@@ -259,13 +259,36 @@ def test_load_is_summed_over_every_axis_of_a_mesh():
     assert over_mesh.sum() == (1 + 2 + 3 + 4) * SEQ * K
 
 
+def test_counts_are_summed_over_the_ranks_that_are_asked_for_and_those_of_other_positions(world, monkeypatch):
+    world(0, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+    layer, summed = make({}), []
+    layer.other_positions = mesh["tp"]
+    monkeypatch.setattr(statistics, "reduce_now", lambda total, how, group, what: summed.append(group))
+    for function, group, expected in (
+        (load_statistics, None, []),
+        (load_statistics, dp, [dp, tp]),
+        (load_statistics, mesh["dp"], [dp, tp]),
+        (load_statistics, mesh, [dp, tp]),
+        (router_losses, mesh["dp"], [dp]),  # a loss covers all positions
+    ):
+        summed.clear()
+        function(layer, group=group)
+        assert summed == expected, (function, group)
+
+
 def test_a_layer_built_on_the_meta_device_starts_like_any_other():
     options = {"expert_bias": True, "shared_intermediate_size": 8, "shared_expert_gate": True}
+    options |= dict.fromkeys(("bias", "experts_bias", "router_bias"), True)
     torch.manual_seed(2)
     expected = MoE(HIDDEN, INNER, EXPERTS, K, **options)
     with torch.device("meta"):
         layer = MoE(HIDDEN, INNER, EXPERTS, K, **options)
     layer.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(torch.nan)
     torch.manual_seed(2)
     for module in layer.modules():
         if hasattr(module, "reset_parameters"):

@@ -1,5 +1,7 @@
 """Experts with as many rows as their capacity allows, whatever the router chooses."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,3 +50,5 @@ def test_padded_rows_that_travel_give_what_one_process_gives():
 def test_padding_wants_a_capacity_and_one_row_per_expert():
     with pytest.raises(ValueError, match="set capacity_factor"):
         MoE(HIDDEN, INNER, EXPERTS, K, pad_to_capacity=True)
+    with pytest.raises(ValueError, match='use a dispatcher with rows_per="expert"'):
+        MoE(HIDDEN, INNER, EXPERTS, K, dispatcher=mock.Mock(rows_per="rank"), capacity_factor=1.0, pad_to_capacity=True)

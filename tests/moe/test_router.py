@@ -115,6 +115,21 @@ def test_the_z_loss_is_a_mean_over_tokens_beside_the_balance_loss():
     assert_close(both(hidden).loss, expected + make(6, 2, aux_loss_coef=0.1)(hidden).loss)
 
 
+def test_losses_over_the_positions_of_two_ranks_are_those_of_whole_sequences():
+    options = {"aux_loss_coef": 0.1, "z_loss_coef": 0.2}
+    hidden = torch.randn(3, 6, HIDDEN)
+    expected, gathered = make(6, 2, **options)(hidden).loss, []
+    for half in hidden.chunk(2, 1):  # what each rank contributes
+        router, mine = make(6, 2, **options), []
+        router.share_positions(lambda tensor, mine=mine: mine.append(tensor) or torch.stack([tensor, tensor]))
+        router(half)
+        gathered.append(mine)
+    for half in hidden.chunk(2, 1):
+        router, of_ranks = make(6, 2, **options), zip(*gathered)
+        router.share_positions(lambda tensor, of_ranks=of_ranks: torch.stack(next(of_ranks)))
+        assert_close(router(half).loss, expected)
+
+
 @settings(max_examples=25)
 @given(seed=st.integers(0, 1000), factor=st.sampled_from([0.1, 0.5, 1.0, 1.25, 3.0]), ties=st.booleans())
 def test_the_capacity_keeps_the_best_of_each_expert_in_each_sequence(seed, factor, ties):

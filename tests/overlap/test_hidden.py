@@ -11,7 +11,7 @@ from weft.debug.timeline import Interval, Timeline
 from weft.mesh import init_meshes
 from weft.models import HybridConfig, HybridModel, shard
 from weft.overlap import forward_backward, hidden_fraction
-from weft.overlap.hidden import overlap
+from weft.overlap.hidden import overlap, without
 from weft.overlap.order import Step
 
 
@@ -44,6 +44,21 @@ def test_overlap_is_what_counting_moments_gives(pieces):
     moments = {lane: {s + n for each, s, length in pieces if each == lane for n in range(length)} for lane in "abc"}
     assert overlap(intervals, "a", "b") == len(moments["a"] & moments["b"])
     assert overlap(intervals, "a", "b", without="c") == len((moments["a"] & moments["b"]) - moments["c"])
+
+
+@pytest.mark.parametrize(
+    ("others", "left"),
+    [
+        ([], [(1, 4), (6, 9)]),
+        ([(0, 1), (4, 6), (9, 10)], [(1, 4), (6, 9)]),  # they only touch
+        ([(0, 2), (3, 7)], [(2, 3), (7, 9)]),
+        ([(1, 4), (7, 8)], [(6, 7), (8, 9)]),
+        ([(2, 3), (8, 9)], [(1, 2), (3, 4), (6, 8)]),
+        ([(0, 9)], []),
+    ],
+)
+def test_what_is_left_without_others_has_no_empty_piece(others, left):
+    assert without([(1, 4), (6, 9)], others) == left
 
 
 CFG = HybridConfig(pattern="[*E][*E]", hidden_size=16, num_attention_heads=2, num_experts=4, moe_intermediate_size=8)

@@ -1,6 +1,7 @@
 """A microbatch is a dict of tensors: what stands beside tokens and labels reaches the parts that name it."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.pool import distributed
 from tests.test_snippets import blocks
 from weft.comm.watch.rules import CollectiveMismatch
 from weft.models import Documents, HybridModel
-from weft.overlap import Crossing, evaluate, forward_backward, run_stages
+from weft.overlap import Crossing, arguments, evaluate, forward_backward, run_stages
 
 LENGTHS = ((3, 4), (5, 2), (1, 6))
 SIZES = {"mamba_num_heads": 2, "mamba_head_dim": 8, "ssm_state_size": 8, "chunk_size": 4}
@@ -119,6 +120,13 @@ class Pictured(HybridModel):
         return super().embed(tokens) if pictures is None else super().embed(tokens) + pictures
 
 
+class TakesAll(Pictured):
+    """Takes what its base takes, by any name."""
+
+    def embed(self, tokens, **entries):
+        return super().embed(tokens, **entries)
+
+
 class Doubling(nn.Module):
     """A layer of its own kind, which takes a mask by name."""
 
@@ -146,6 +154,8 @@ def test_each_part_gets_the_entries_that_it_names_and_unused_entries_are_refused
     pictures = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
     given = {"tokens": tokens, "labels": labels, "pictures": pictures}
     with_pictures = forward_backward(model, [given], overlap=False)
+    with mock.patch.object(arguments, "taken_by", side_effect=AssertionError):  # the names are known now
+        forward_backward(model, [given], overlap=False)
     x_BSD, losses = model.decoder(model.embed(tokens, pictures))
     same(with_pictures, [model.loss(x_BSD, tokens, labels, losses).detach()])
     assert with_pictures != forward_backward(model, [(tokens, labels)], overlap=False)
@@ -153,6 +163,8 @@ def test_each_part_gets_the_entries_that_it_names_and_unused_entries_are_refused
         ValueError, match="microbatches have 'attention_mask', 'sounds', which nothing in Pictured accepts"
     ):
         forward_backward(model, [given | {"sounds": tokens, "attention_mask": tokens}], overlap=False)
+    torch.manual_seed(0)
+    same(forward_backward(TakesAll(config("*-")), [given], overlap=False), with_pictures)
     model.decoder.layers[1] = Doubling()
     masked = forward_backward(model, [given | {"mask": torch.zeros(2, 7, 1)}], overlap=False)
     torch.testing.assert_close(masked[0], torch.tensor(37.0).log())
@@ -168,6 +180,11 @@ def test_each_part_gets_the_entries_that_it_names_and_unused_entries_are_refused
             ValueError,
             "'cache' cannot be the name of an entry",
         ),
+        (
+            {"tokens": torch.zeros(1, 2).long(), "labels": torch.zeros(1, 2).long(), 3: torch.zeros(1)},
+            ValueError,
+            "3 cannot be the name of an entry",
+        ),
     ],
 )
 def test_wrong_microbatches_are_refused(given, error, said):
@@ -175,7 +192,7 @@ def test_wrong_microbatches_are_refused(given, error, said):
         forward_backward(build("*"), [given], overlap=False)
 
 
-def test_outputs_that_cannot_be_had_are_refused():
+def test_outputs_that_cannot_be_had_are_refused(monkeypatch):
     model = build("*/*")
     with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
         evaluate(model, data(), outputs="all")
@@ -187,6 +204,12 @@ def test_outputs_that_cannot_be_had_are_refused():
         evaluate(model, [short, data()[0]], outputs="all")
     with pytest.raises(TypeError, match="one dict as microbatches"):
         evaluate(model, data()[0])
+    unlabeled = {"tokens": data()[0]["tokens"]}
+    with pytest.raises(ValueError, match="some microbatches have labels and some have none"):
+        evaluate(model, [data()[0], unlabeled], outputs="all")
+    monkeypatch.delattr(HybridModel, "logits")
+    with pytest.raises(TypeError, match=r"HybridModel has no method logits\(hidden\)"):
+        evaluate(model, data(), outputs="all")
     assert dataclasses.is_dataclass(Documents)
 
 

@@ -260,6 +260,10 @@ def test_depths_that_a_schedule_cannot_run_are_refused_with_the_fix():
         )
     with mock.patch.object(PredictionDepth, "staged_layers", []):
         refused(ValueError, "depth 0, a PredictionDepth, has no layers: it needs at least one")
+    with mock.patch.object(PredictionDepth, "staged_layers", [nn.Linear(2, 2)]):
+        refused(
+            TypeError, r"layer 0 of depth 0, a Linear, is not a weft\.overlap\.StagedLayer, because it lacks stages"
+        )
     hook = model.depths[1].register_forward_hook(print)
     refused(ValueError, r"mtp\.layers\.1 \(PredictionDepth\) has hooks")
     hook.remove()
@@ -391,7 +395,6 @@ class Plain(nn.Module):
         return hidden
 
 
-@pytest.mark.long
 def test_wrong_calls_are_refused_with_the_fix():
     model = HybridModel(dataclasses.replace(CFG, pattern="[*E][*-]"))
     batch = torch.randint(CFG.vocab_size, (2, 2, 6)).unbind()
@@ -439,6 +442,15 @@ def test_wrong_calls_are_refused_with_the_fix():
         with pytest.raises(ValueError, match=rf"^{re.escape(what)} \(.*\) has hooks"):
             forward_backward(model, [batch], overlap=False)
         hook.remove()
+    model.decoder.layers[0] = checkpoint_wrapper(model.decoder.layers[0])
+    with pytest.raises(ValueError, match=r"layer 0 is inside a full-layer activation checkpoint.*recompute"):
+        forward_backward(model, [batch], overlap=False)
+
+
+@pytest.mark.long
+def test_compiled_modules_that_a_schedule_would_bypass_are_refused():
+    model = HybridModel(dataclasses.replace(CFG, pattern="[*E][*-]"))
+    batch = torch.randint(CFG.vocab_size, (2, 2, 6)).unbind()
     for layer in model.decoder.layers:
         mlp = layer.mlp
         layer.mlp = torch.compile(mlp)
@@ -450,9 +462,6 @@ def test_wrong_calls_are_refused_with_the_fix():
             with pytest.raises(ValueError, match=r"layers\.\d.* is compiled.*the modules inside"):
                 forward_backward(model, [batch], overlap=False)
             module._compiled_call_impl = None
-    model.decoder.layers[0] = checkpoint_wrapper(model.decoder.layers[0])
-    with pytest.raises(ValueError, match=r"layer 0 is inside a full-layer activation checkpoint.*recompute"):
-        forward_backward(model, [batch], overlap=False)
 
 
 def test_hooks_run_on_what_stages_call():
@@ -512,6 +521,18 @@ def test_models_and_layers_that_are_no_modules_are_refused_with_the_fix():
     layers = mock.patch.object(HybridModel, "staged_layers", [Adapter(model.decoder.layers[0])])
     with layers, pytest.raises(TypeError, match=r"layer 0, a Adapter, .*but not a torch.nn.Module.*: derive it from"):
         forward_backward(model, [batch], overlap=False)
+    kind = type(model.decoder.layers[0])
+    for stages, dispatcher, said in (
+        (("attend", "experts"), None, r"layer 0 has the stages \('attend', 'experts'\) and no dispatcher: choose"),
+        (
+            ("attend",),
+            LocalDispatcher(2),
+            r"layer 0 has the stages \('attend',\) and a dispatcher: .* only the last has",
+        ),
+    ):
+        layers = mock.patch.multiple(kind, stages=stages, dispatcher=dispatcher)
+        with layers, pytest.raises(ValueError, match=said):
+            forward_backward(model, [batch], overlap=False)
 
 
 def test_a_crossing_with_what_is_no_tensor_is_refused():

@@ -22,6 +22,7 @@ from weft.models import HybridModel, shard
 from weft.models.cut import layer_costs
 from weft.models.stack import Layer
 from weft.overlap import Crossing, evaluate, forward_backward
+from weft.overlap.run import SharedEnds
 from weft.pipeline import Action, Cut, Table, balanced
 
 CFG = config("[*-]*[*-]-")
@@ -246,6 +247,17 @@ def test_ranks_that_were_called_with_different_things_say_so():
     model.zero_grad()
     whole = build(CFG)
     same(forward_backward(model, [*data(1), *longer], schedule="1f1b"), plain(whole, [*data(1), *longer]))
+
+
+def test_an_end_without_a_gradient_adds_zeros_and_without_any_there_stays_none():
+    shared = nn.ParameterList(torch.zeros(2) for _ in range(3))
+    cut = mock.Mock(shares_ends=True, is_first=True, has_copies=False)
+    answers = iter([torch.tensor([1.0, 1.0, 0.0]), torch.full((2,), 3.0), torch.full((2,), 4.0)])  # flags, gradients
+    transport = mock.Mock(swap=lambda part: next(answers))
+    ends = SharedEnds(mock.Mock(shared_ends=[shared], tied_ends=()), cut, transport)
+    shared[0].grad = torch.ones(2)
+    ends.add_up()
+    assert [each.grad if each.grad is None else each.grad.tolist() for each in shared] == [[4.0] * 2, [4.0] * 2, None]
 
 
 @distributed(2)

@@ -23,7 +23,7 @@ from weft.quantize import (
     tensorwise,
 )
 
-RECIPES = [tensorwise(), rowwise(), rowwise(pow2=True), blockwise(4, 8), blockwise(128, 128), mx(32), mx(4), nvfp4()]
+RECIPES = [tensorwise(), rowwise(), rowwise(pow2=True), blockwise(4, 24), blockwise(128, 128), mx(32), mx(4), nvfp4()]
 NAN = 0x7F
 
 
@@ -139,6 +139,8 @@ def test_dequantized_values_are_payload_times_scale(recipe):
             own, its = quantize(matrix, recipe)
             assert torch.equal(payload[number], own)
             assert torch.equal(back[number], dequantize(own, its, recipe, dtype))
+    on_other_devices = decode._by_torch(payload, decode.wide(scales, recipe), recipe, x.shape)
+    assert torch.equal(on_other_devices, dequantize(payload, scales, recipe))
     if recipe.kind != "nvfp4":
         wide = scales.view(torch.float8_e8m0fnu).float() if recipe.kind == "mx" else scales
         rows, columns = (side or size for side, size in zip(recipe.block, x.shape[1:]))
@@ -239,7 +241,9 @@ def test_weights_are_cast_before_they_are_quantized():
         assert not all(map(torch.equal, via, quantize(x, recipe())))
 
 
-def test_a_part_of_a_matrix_takes_the_maximum_of_the_whole():
+@pytest.mark.parametrize("chunk", [formats.CHUNK, 20])
+def test_a_part_of_a_matrix_takes_the_maximum_of_the_whole(chunk, monkeypatch):
+    monkeypatch.setattr(formats, "CHUNK", chunk)
     torch.manual_seed(4)
     x = torch.randn(6, 32)
     whole, scale = quantize(x, tensorwise())

@@ -61,8 +61,6 @@ class GraphTable:
                 if scope not in settings.scopes:
                     continue
                 inside = _inside if parts is None else partial(_of_parts, parts)
-                if parts is None:
-                    covered.update(inside(module))
                 self.calls.append(GraphedCall(self, module, method, scope, inside, _is_sharded))
                 if (because := getattr(module, "graph_refused", lambda scope: None)(scope)) is not None:
                     self.calls[-1].refuse(because)
@@ -151,15 +149,16 @@ class GraphTable:
 
     def _check(self, name: str, module: nn.Module) -> None:
         """Raise ValueError if `module` is compiled, or contains another unit, hooks or a compiled module."""
+        own = name or "the root"
         for inner_name, inner in module.named_modules():
-            whole = f"{name}.{inner_name}" if inner_name else name
+            whole = f"{name}.{inner_name}".strip(".") or own
             if inner is not module and isinstance(inner, FSDPModule):
                 raise ValueError(
-                    f"graphs: {name or 'the root'!r} contains {whole!r}, which is a separate unit: its weights are "
-                    f"gathered and released inside the graph; {WAY_OUT}"
+                    f"graphs: {own!r} contains {whole!r}, which is a separate unit: its weights are gathered and "
+                    f"released inside the graph; {WAY_OUT}"
                 )
             if inner is not module and has_hooks(inner):
-                raise ValueError(f"graphs: {whole!r} inside {name!r} has hooks, which a replay would not run")
+                raise ValueError(f"graphs: {whole!r} inside {own!r} has hooks, which a replay would not run")
             if inner._compiled_call_impl is not None or hasattr(inner, "_orig_mod"):
                 raise ValueError(
                     f"graphs: {whole!r} is compiled, and a compiled module captures its own graphs; {WAY_OUT}"

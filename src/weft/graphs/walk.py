@@ -1,6 +1,6 @@
 """Finds the Python state, other than tensors, that a captured function may reach through its modules and closure."""
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import _lru_cache_wrapper, cached_property, partial
@@ -178,7 +178,7 @@ class Walk:
                 self._cells(f"{name} ({variable})", cell)
         elif isinstance(value, (MethodType, BuiltinFunctionType)):
             self._note(f"{name}.__self__", value.__self__)
-            self._note(f"{name}.__func__", getattr(value, "__func__", None))
+            self._note(f"{name}.__func__", value.__func__ if isinstance(value, MethodType) else value.__name__)
         elif isinstance(value, (classmethod, staticmethod, _lru_cache_wrapper)):
             self._note(f"{name}.__wrapped__", value.__wrapped__)
         elif isinstance(value, property):
@@ -243,9 +243,6 @@ class Walk:
             inside = f"{name}.{key}" if isinstance(key, str) else f"{name}[{type(key).__name__}]"
             self._note(inside, value)
             self._note(inside, key)
-        if isinstance(values, defaultdict):
-            self._get(attrgetter, values, ["default_factory"])
-            self._note(f"{name}.default_factory", values.default_factory)
         self.kept.append((values, dict(values)))
 
     def _module(self, name: str, module: nn.Module, *, outermost: bool) -> None:
@@ -297,7 +294,10 @@ class Slots:
         self.owner, self.names = owner, names
 
     def __iter__(self) -> Iterator[Any]:
-        return map(getattr, repeat(self.owner), self.names, repeat(UNSET))
+        try:
+            return iter([*map(getattr, repeat(self.owner), self.names, repeat(UNSET))])
+        except ValueError:  # the only attribute is the contents of an empty cell
+            return iter([UNSET])
 
 
 def _hides(kind: type, slots: int) -> bool:

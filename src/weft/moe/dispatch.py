@@ -80,10 +80,6 @@ class Halves(Handle):
         self.sizes = tuple(sizes)
         self.shape = shape
 
-    def ready(self) -> None:
-        for part in self.parts:
-            part.ready()
-
 
 class Arrival:
     """The result of `dispatch` and `combine`: rows in flight. Call `wait` to get the rows."""

@@ -64,7 +64,7 @@ def without(those: Iterable[Piece], others: Sequence[Piece]) -> list[Piece]:
         for begin, end in others:
             if start < begin < stop:
                 left.append((start, begin))
-            if begin < stop and end > start:
+            if begin < stop:
                 start = max(start, end)
         if start < stop:
             left.append((start, stop))

@@ -66,9 +66,10 @@ def _refuse_divided_blocks(recipe: Quantization, shape: tuple[int, ...], paralle
         side = recipe.block[1 - from_last] if recipe.copies == 1 else max(recipe.block)
         here = shape[placement.dim]
         if not side or here % side:
-            fits = f"a multiple of {side * parallel.slices()}" if side else "whole on each rank"
+            slices = parallel.slices(placement.dim)
+            fits = f"a multiple of {side * slices}" if side else "whole on each rank"
             raise ValueError(
-                f"{recipe} for parameter {name!r}: tensor parallelism gives each of {parallel.slices()} ranks {here} "
-                f"along dimension {placement.dim % len(shape)}, which divides blocks; that dimension must be {fits}, "
-                "or choose tensorwise()"
+                f"{recipe} for parameter {name!r}: tensor parallelism gives each of {slices} ranks {here} along "
+                f"dimension {placement.dim % len(shape)}, which divides blocks; that dimension must be {fits}, or "
+                "choose tensorwise()"
             )
