@@ -22,7 +22,7 @@ MUTATIONS = [
     Mutation(
         "gradients are read before their download has ended",
         "GradientDownload.finish",
-        "self._arriving.synchronize()",
+        "ticket.synchronize()",
         "",
         CHECKED + "[accumulation_evaluation_and_flat_optimizers_work_alike]",
     ),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import weft.comm
 from tests.pool import distributed
 from weft.comm import backends, collectives
 from weft.comm.builtin import BuiltIn
@@ -18,7 +19,8 @@ from weft.comm.gloo.copying import CopyingGloo
 from weft.comm.gloo.transport import sum_into
 from weft.comm.groups import exchange_objects, twin_group
 from weft.comm.lanes import Lane, Ticket
-from weft.comm.transport import Pending, Sum
+from weft.comm.transport import Capabilities, Pending, Sum
+from weft.errors import StorageError
 
 SIZES = (1, 7, 64, 5000)
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -198,6 +200,26 @@ def test_a_broadcast_brings_rank_0_s_values():
         first = exchange_objects(transposed.clone(), dist.group.WORLD)[0]
         collectives.broadcast(transposed, dist.group.WORLD)
         assert torch.equal(transposed, first)
+
+
+@distributed(2)
+def test_what_the_backend_cannot_send_is_sent_as_a_copy():
+    """As tensors in CPU memory are over NCCL alone."""
+    rank, group, copied = dist.get_rank(), dist.group.WORLD, []
+
+    def movable(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        copied.append(tensor.clone())
+        return copied[-1]
+
+    with mock.patch.object(collectives, "_movable", movable):
+        parts = [torch.full((2 + peer,), float(rank)) for peer in range(2)]
+        collectives.all_gather_uneven(parts, rank, group)
+        first = torch.tensor([rank + 5])
+        collectives.broadcast(first, group)
+        total = collectives.reduce_now(torch.tensor(rank + 1.0), dist.ReduceOp.SUM, group)
+        largest = collectives.reduce_now(torch.tensor(rank + 1.0), dist.ReduceOp.MAX, group)
+    assert [part.tolist() for part in parts] == [[0.0] * 2, [1.0] * 3]
+    assert (first.item(), total.item(), largest.item(), len(copied)) == (5, 3.0, 2.0, 5)
 
 
 @distributed(2, 4)
@@ -429,6 +451,31 @@ def test_tensors_on_a_device_go_through_memory_of_the_host_over_gloo(monkeypatch
         with pytest.raises(ValueError, match="a tensor on meta cannot be sent over gloo"):
             move([torch.empty(2, device="meta")], None, 1, 0)
     assert isinstance(backends.transport_of(None, torch.device("cpu")), Gloo)
+
+
+def test_a_transport_whose_imports_are_missing_is_not_replaced_by_another(tmp_path, monkeypatch):
+    (tmp_path / "needs_more.py").write_text("import not_installed")
+    monkeypatch.setattr(weft.comm, "__path__", [*weft.comm.__path__, str(tmp_path)])
+    with pytest.raises(ModuleNotFoundError, match="not_installed"):
+        backends.Transports()["needs_more"]
+    assert isinstance(backends.Transports()["not_written"], BuiltIn)
+
+
+def test_the_cost_of_a_message_is_positive():
+    for latency, bandwidth in ((-1e-6, 1e9), (0.0, 0.0), (0.0, -1.0)):
+        with pytest.raises(ValueError, match=f"latency={latency}, bandwidth={bandwidth}: the latency must not be"):
+            Capabilities(tags=True, helpers=True, bundles=True, latency=latency, bandwidth=bandwidth)
+    assert Capabilities(tags=True, helpers=True, bundles=True, latency=0.0, bandwidth=1e9).bundle_bytes == 0
+
+
+def test_only_errors_of_connections_are_taken_for_a_lost_one():
+    assert backends.is_lost_connection(RuntimeError("Connection closed by peer [127.0.0.1]:43"))
+    for other in (
+        ValueError("the socket is odd"),
+        StorageError(104, "read: connection reset"),
+        RuntimeError("no memory"),
+    ):
+        assert not backends.is_lost_connection(other)
 
 
 @distributed(2)

@@ -2,11 +2,13 @@
 
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from tests.pool import distributed
@@ -16,6 +18,7 @@ from weft.comm.builtin import BuiltIn
 from weft.comm.groups import (
     check_alive,
     exchange_objects,
+    group_of,
     host_group,
     neighbors,
     next_channel,
@@ -46,13 +49,19 @@ def test_twins_and_neighbours_have_the_timeout_and_the_description_of_their_grou
 
 
 @distributed(2)
-def test_a_torch_that_sorts_the_ranks_of_groups_is_refused_where_a_mesh_has_another_order():
+def test_a_torch_that_sorts_the_ranks_of_groups_where_a_mesh_has_another_order_or_renames_groups_is_refused():
     def older(ranks, backend, timeout, pg_options, use_local_synchronization, group_desc):
         raise AssertionError("ranks would be sorted")
 
     mine = dist.new_group([1, 0], sort_ranks=False)
     with mock.patch.object(dist, "new_group", older), pytest.raises(RuntimeError, match=r"in the order \[1, 0\]"):
         twin_group(mine)
+    unnamed = SimpleNamespace(group_name="7")
+    with (
+        mock.patch.object(dist, "new_group", return_value=unnamed),
+        pytest.raises(RuntimeError, match=r"'7', so ranks"),
+    ):
+        twin_group(dist.group.WORLD)
 
 
 @distributed(2)
@@ -113,13 +122,16 @@ def test_a_group_that_only_its_own_ranks_make_gets_its_name_in_one_place():
 
 
 def test_a_group_that_was_destroyed_is_named_with_what_to_do():
+    gone = "was destroyed.*shard a new model, or keep the process group"
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        group = dist.group.WORLD
-        check_alive([group])
+        group, mesh = dist.group.WORLD, init_device_mesh("cpu", (1,))
+        check_alive([group, group_of(mesh, 0)])
         dist.destroy_process_group()
-        with pytest.raises(RuntimeError, match=r"was destroyed.*shard a new model, or keep the process group"):
+        with pytest.raises(RuntimeError, match=gone):
             check_alive([group])
+        with pytest.raises(RuntimeError, match=gone):
+            group_of(mesh, 0)
 
 
 @distributed(2)

@@ -1,10 +1,15 @@
 """Ranks that wait for each other for ever find out: an error that names units and ranks, in place of a hang."""
 
+import atexit
+import json
+import math
 import os
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +25,8 @@ from weft.comm.agreement import agree
 from weft.comm.groups import exchange_objects
 from weft.comm.lanes import Lane
 from weft.comm.watch import hang_detector, rules
+from weft.comm.watch.hang_detector import Call, HangDetector
+from weft.comm.watch.rules import State
 from weft.errors import CollectiveMismatch
 from weft.moe.dispatch import AllToAll
 
@@ -58,6 +65,131 @@ class Oops(Exception):
 
 def throw(module, args) -> None:
     raise Oops("no such token")
+
+
+class Apart:
+    """A group whose transfers cannot be ended."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def _get_backend(self, device: torch.device) -> None:
+        raise RuntimeError("no backend")
+
+
+MINE = Call("mine", 1, "gather of a unit", Apart(), (0, 1))
+THEIRS = State("waits", "reduce of a unit", {"theirs": 1}, "theirs", 1, (0, 1), "1")
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[[], HangDetector]]:
+    """Begin a detector without a thread in this process, which is rank 0. A test looks and says what rank 1 does."""
+
+    def made() -> HangDetector:
+        with mock.patch.object(threading.Thread, "start"):
+            return HangDetector()
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield made
+    dist.destroy_process_group()
+
+
+def other_says(watch: HangDetector, state: State) -> None:
+    watch._store.set(f"{watch._prefix}1", json.dumps(state))
+
+
+def test_who_has_said_that_it_waits_is_asked_again_before_ranks_are_stuck(begin):
+    """Its thread may have had no time to say that it goes on."""
+    watch = begin()
+    watch._call = MINE
+    other_says(watch, THEIRS)
+    with patience(CERTAIN_S=-1):
+        for _ in range(4):
+            watch._look()
+        assert not watch.verdict, "it has not answered"
+        other_says(watch, THEIRS._replace(heard=1))
+        watch._look()
+        assert "rank 0: gather of a unit, which rank 1 never began; rank 1: reduce of a unit" in watch.verdict
+        assert watch._read("verdict") == watch.verdict
+
+        for silent in ("ended", "told"):  # neither of them answers
+            watch = begin()
+            watch._call = MINE
+            other_says(watch, State("ended", "its program ended", {}) if silent == "ended" else THEIRS)
+            for _ in range(2):
+                watch._look()
+            if silent == "told":
+                watch._store.set(f"{watch._prefix}verdict", "ranks wait for different things")
+            assert not watch.verdict
+            watch._look()
+            assert watch.verdict
+
+
+def test_a_wait_that_is_over_is_not_ended_by_what_was_said_of_it(begin):
+    watch = begin()
+    with watch.waiting(MINE):
+        past = State("waits", "gather of a unit", {}, token=str(watch._token))
+    with watch.waiting(MINE):
+        watch._judge(past, "ranks wait for different things")
+    assert not watch.verdict and not watch._read("verdict")
+
+
+def test_a_wait_that_fails_is_explained_by_what_the_other_ranks_say_or_raised_with_a_note(begin):
+    watch, told = begin(), "ranks wait for different things"
+    watch.fail("raised Oops in the forward of blocks.1")  # which explains nothing here
+    with mock.patch.object(hang_detector, "EXPLAINED_S", 0):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="closed") as raised, watch.waiting(MINE):
+                raise RuntimeError("the wire is closed")
+            assert raised.value.__notes__ == ["this rank (0) waited for gather of a unit"]
+            with pytest.raises(RuntimeError, match="closed"), watch.waiting(MINE):
+                raise raised.value
+            assert len(raised.value.__notes__) == 1
+        ended, failed = (
+            State("ended", "its program ended", {}),
+            State("failed", "raised Oops", {}, failed="raised Oops"),
+        )
+        for state in (ended, failed):
+            other_says(watch, state)
+            with pytest.raises(CollectiveMismatch, match=f"rank 0: gather of a unit; rank 1: {state.name}"):
+                watch.explain(RuntimeError("the wire is closed"), MINE)
+            watch.verdict = ""
+    other_says(watch, THEIRS)
+    late = threading.Timer(0.02, watch._store.set, (f"{watch._prefix}verdict", told))
+    late.start()
+    with pytest.raises(CollectiveMismatch, match=told), watch.waiting(MINE):
+        raise RuntimeError("the wire is closed")
+    late.join()
+    with pytest.raises(CollectiveMismatch, match=told), watch.waiting(MINE):
+        raise AssertionError("the next wait does not begin")
+
+
+def test_a_detector_knows_what_a_thread_waits_for_and_looks_less_often_where_more_ranks_ask_the_store(begin):
+    watch, here = begin(), threading.get_ident()
+    with watch.waiting(MINE):
+        assert watch.waits_for(here) == "gather of a unit" and watch.waits_for(None) == ""
+    assert watch.waits_for(here) == ""
+    watch._haste_until = math.inf
+    assert watch._delay() == hang_detector.SHORT_S
+    watch._world_ranks = range(200)
+    assert watch._delay() == 4 * hang_detector.SHORT_S
+
+
+def test_the_thread_of_a_detector_ends_before_its_program_does(monkeypatch):
+    monkeypatch.setattr(hang_detector, "_current", None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with mock.patch.object(atexit, "register") as register:
+        watch = hang_detector.start_hang_detector()
+    (leave,), _ = register.call_args
+    leave()
+    assert not watch._thread.is_alive() and "its program ended" in watch._read("0")
+    watch.issue("key", "gather of a unit", dist.group.WORLD)
+    dist.destroy_process_group()
+    leave()
+    assert not watch._ranks, "groups of a world that has ended go"
 
 
 @pytest.mark.long

@@ -1,9 +1,12 @@
 """What lanes order: behind the computation, behind each other, and apart from other channels."""
 
+import atexit
 import itertools
 import threading
 import time
+import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from weft.comm.collectives import all_reduce, inbox_numel
 from weft.comm.lanes import ABANDONED_TIMEOUT, Lane
 from weft.comm.ranges import labeled, span
 from weft.comm.transport import Pending
+from weft.comm.watch import hang_detector
 from weft.comm.watch.hang_detector import start_hang_detector
 from weft.debug.timeline import Timeline
 from weft.errors import CollectiveMismatch
@@ -93,6 +97,24 @@ def test_after_a_ticket_that_has_ended_everything_begins_at_once():
     assert events == ["first", "second"]
 
 
+def test_without_tags_what_comes_after_another_ticket_begins_in_the_order_of_its_issue(world):
+    """A thread that began it later would mix it up with what this rank issues meanwhile."""
+    world(0, 2)
+    events = []
+
+    class Work:
+        def wait(self) -> None:
+            events.append("first ends")
+
+    def second(group: dist.ProcessGroup, tag: int) -> Pending:
+        events.append(threading.current_thread())
+        return Pending()
+
+    lane = Lane("gather", CPU)
+    lane.run(second, dist.group.WORLD, after=lane.run(lambda tag: Pending([Work()])))
+    assert events == ["first ends", threading.current_thread()]
+
+
 def test_a_collective_never_overtakes_one_of_its_channel_that_has_not_begun():
     lane, gate, events = Lane("gather", CPU), Gate(), []
     late = lane.run(lambda tag: events.append("late") or Pending(), channel=1, after=lane.run(gate.begin))
@@ -116,6 +138,57 @@ def test_what_a_ticket_failed_by_is_raised_by_all_that_come_after_it():
     for ticket in (second, first):
         with pytest.raises(RuntimeError, match="the wire is cut"):
             ticket.wait()
+
+
+def test_who_waits_for_a_late_collective_of_two_rounds_is_told_of_the_end_of_the_second():
+    lane, first, events = Lane("reduce", CPU), Gate(), []
+    second = Pending(finish=lambda: events.append("second round ends"))
+    ticket = lane.run(lambda tag: Pending(second=lambda: second), after=lane.run(first.begin))
+    waiter = threading.Thread(target=ticket._transfer.wait, daemon=True)
+    waiter.start()
+    until(lambda: ticket._transfer._put_off._cond._waiters)
+    first.open.set()
+    waiter.join(PATIENCE_S)
+    assert events == ["second round ends"]
+
+
+def test_what_nobody_waits_for_ends_by_itself():
+    gate = Gate()
+    ticket = Lane("gather", CPU).run(gate.begin)
+    ticket.end_by_itself()
+    assert not ticket.ended
+    gate.open.set()
+    until(lambda: ticket.ended)
+
+
+def test_threads_that_wait_keep_nothing_of_what_is_done_and_say_goodbye_at_exit(monkeypatch):
+    crew, gate, clock, limits = transfers._Crew(), Gate(), [0.0], []
+
+    class Job:
+        def __call__(self) -> None:
+            pass
+
+    class Hanging:
+        def join(self, timeout: float) -> None:
+            limits.append(timeout)
+            clock[0] += timeout
+
+    with mock.patch.object(atexit, "register") as register:
+        job = Job()
+        done = weakref.ref(job)
+        crew.start(gate.wait)
+        register.assert_called_once_with(crew.leave)
+        crew.start(job)
+        register.assert_called_once()
+    del job
+    gate.open.set()
+    until(lambda: crew._idle == len(crew._threads))
+    assert done() is None and all(thread.daemon for thread in crew._threads)
+    threads, crew._threads = crew._threads, [Hanging() for _ in crew._threads]
+    monkeypatch.setattr(transfers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    crew.leave()
+    assert limits == [transfers.GOODBYE_S, *[0] * (len(threads) - 1)]
+    until(lambda: not any(thread.is_alive() for thread in threads))
 
 
 def test_each_wait_has_a_thread_of_its_own():
@@ -143,8 +216,14 @@ def test_an_error_while_preparing_is_the_callers():
     def fail() -> None:
         raise ValueError("no memory")
 
+    lane, gate = Lane("gather", CPU), Gate()
     with pytest.raises(ValueError, match="no memory"):
-        Lane("gather", CPU).run(lambda tag: Pending(), prepare=fail).wait()
+        lane.run(lambda tag: Pending(), prepare=fail).wait()
+    late = lane.run(lambda tag: Pending(), prepare=fail, after=lane.run(gate.begin))
+    gate.open.set()
+    assert late._transfer._is_under_way(PATIENCE_S)
+    with pytest.raises(ValueError, match="no memory"):
+        late.wait()
 
 
 @distributed(4)
@@ -215,18 +294,36 @@ def test_low_precision_all_reduces_neither_overflow_nor_lose_more_than_one_round
 
 @pytest.mark.parametrize("share", [0.4, 1.0], ids=["slow", "hanging"])
 def test_who_abandons_transfers_waits_for_their_end_but_not_for_ever(monkeypatch, share):
-    clock, limit, finished = [0.0], ABANDONED_TIMEOUT.total_seconds(), []
+    clock, limit, finished, limits = [0.0], ABANDONED_TIMEOUT.total_seconds(), [], []
     monkeypatch.setattr(transfers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     class Late:
         def wait(self, timeout) -> None:
-            assert timeout.total_seconds() >= 1e-3, "torch would wait without a limit"
+            limits.append(timeout.total_seconds())
             clock[0] += min(share * limit, timeout.total_seconds())
             raise RuntimeError("out of time")
 
     ticket = Lane("gather", CPU).run(lambda tag: Pending([Late(), Late(), Late()], lambda: finished.append(True)))
     del ticket
     assert clock == [limit] and not finished
+    assert min(limits) >= 1e-3, "torch would wait without a limit"
+
+
+@distributed(2)
+def test_an_error_by_which_transfers_do_not_begin_is_explained_or_raised_with_a_note():
+    watch, reason = start_hang_detector(), []
+
+    def broken(group: dist.ProcessGroup, tag: int) -> Pending:
+        watch.verdict = "".join(reason)
+        raise RuntimeError("no route to host")
+
+    with mock.patch.object(hang_detector, "EXPLAINED_S", 0):
+        with pytest.raises(RuntimeError, match="no route to host") as raised:
+            Lane("counts", CPU).run(broken, dist.group.WORLD)
+        assert raised.value.__notes__ == [f"this rank ({dist.get_rank()}) waited for counts"]
+        reason.append("ranks wait for different things")
+        with pytest.raises(CollectiveMismatch, match="different things"):
+            Lane("counts", CPU).run(broken, dist.group.WORLD)
 
 
 class NeverComes:

@@ -276,8 +276,9 @@ def test_a_hook_with_a_stream_of_its_own_comes_between_the_reduction_and_what_re
 def test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_asked_when_it_dies():
     with weft.debug.check_streams() as checker:
         lane, side = Lane("gather", CPU), streams.new("side", CPU)
-        full = torch.zeros(4)
-        ticket = lane.run(collectives.all_gather, full, full[2 * dist.get_rank() :][:2], dist.group.WORLD)
+        full, rank = torch.zeros(4), dist.get_rank()
+        own = full[2 * rank :][:2]
+        ticket = lane.run(collectives.all_gather, full, own, dist.group.WORLD, prepare=lambda: own.fill_(rank + 1))
         ticket.wait()
         full.sum()
         with streams.on(side), pytest.raises(weft.debug.StreamOrderError):
@@ -286,7 +287,7 @@ def test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_as
             ticket.wait()
             full.sum()
         streams.current(CPU).wait_stream(side)
-        again = lane.run(collectives.all_gather, full, full[2 * dist.get_rank() :][:2], dist.group.WORLD)
+        again = lane.run(collectives.all_gather, full, own, dist.group.WORLD)
         assert not checker.unawaited
         with streams.on(side):
             del again
@@ -295,6 +296,7 @@ def test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_as
         full.sum()
         with streams.on(side), pytest.raises(weft.debug.StreamOrderError):
             full.sum()
+    assert full.tolist() == [1, 1, 2, 2]
 
 
 @distributed(2)

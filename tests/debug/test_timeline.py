@@ -1,6 +1,8 @@
 """A timeline says what ran on the lanes and when."""
 
+import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.distributed as dist
 
 import weft
 from tests.pool import distributed
-from weft.comm import collectives
+from weft.comm import collectives, ranges
 from weft.comm.lanes import Lane
 from weft.comm.ranges import labeled, span
 from weft.debug.timeline import Interval, Timeline
@@ -49,16 +51,54 @@ def test_only_one_timeline_records_and_nothing_is_recorded_outside():
     with Timeline() as timeline:
         with pytest.raises(RuntimeError, match="already being recorded"), Timeline():
             pass
-        with span("compute", "inside"):
+        with labeled("unit"), span("compute", "inside"):
             pass
-    assert [(each.lane, each.label) for each in timeline.intervals()] == [("compute", "inside")]
+        with span("compute"):
+            pass
+    labels = [(each.lane, each.label) for each in timeline.intervals()]
+    assert labels == [("compute", "inside"), ("compute", "")], "a label goes with its context"
+
+
+def test_a_profiler_s_range_is_closed_once_by_the_thread_that_opened_it(monkeypatch):
+    events = []
+
+    @contextmanager
+    def profiled(unit, what):
+        events.append(f"{unit}/{what}")
+        yield
+        events.append("end")
+
+    monkeypatch.setattr(ranges, "_range", profiled)
+    here, elsewhere = (ranges.Stretch(unit, "backward") for unit in "01")
+    thread = threading.Thread(target=elsewhere.end)
+    thread.start()
+    thread.join()
+    assert events == ["0/backward", "1/backward"]
+    for stretch in (here, here, elsewhere):
+        stretch.end()
+    assert events == ["0/backward", "1/backward", "end"]
 
 
 def test_what_runs_on_a_lane_without_a_process_group_is_recorded_too():
     with Timeline() as timeline:
-        Lane("gather", CPU).run(lambda tag: collectives.Pending()).wait()
+        Lane("gather", CPU).run(collectives.alone, lambda: None).wait()
     run, waited = timeline.intervals()
-    assert run.lane == "gather" and run.start <= run.end <= waited.start
+    assert (run.lane, run.label) == ("gather", "alone") and run.start <= run.end <= waited.start
+
+
+def test_lanes_of_one_group_share_its_communicator_and_those_with_a_title_have_another(world):
+    world(0, 2)
+    gate = threading.Event()
+    with Timeline() as timeline:
+        tickets = [
+            Lane(name, CPU, title).run(lambda group, tag: collectives.Pending([gate]), dist.group.WORLD)
+            for name, title in (("gather", ""), ("reduce", ""), ("tensor", "tensor parallelism"))
+        ]
+        gate.set()
+        for ticket in tickets:
+            ticket.wait()
+    gathered, reduced, apart, *_ = timeline.intervals()
+    assert reduced.start == min(gathered.end, reduced.end) > reduced.issued and apart.start == apart.issued
 
 
 @pytest.mark.slow

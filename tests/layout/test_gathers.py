@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.fsdp.driver import Hold
-from weft.layout.gathers import GatherOrder
+from weft.layout.gathers import _RECORDS, GatherOrder
+from weft.layout.trace import Event, Trace
 
 HOLDER = Hold("a test")
 orders = st.lists(st.integers(0, 5), min_size=1, max_size=8)
@@ -21,6 +22,9 @@ class Unit:
 
     def has_room(self):
         return True
+
+    def choose_copy(self, backward):
+        self.backward = backward
 
     def prefetch(self):
         if not self.resident:
@@ -121,3 +125,22 @@ def test_a_gradient_that_is_taken_inside_of_a_forward_leaves_its_record_alone():
         gathers.end_forward()
     assert gathers.traces["forward"].uses == (0, 1) and gathers.traces["backward"].uses == (0,)
     assert not gathers.off_plan
+
+
+def test_what_a_schedule_names_is_gathered_behind_the_unit_in_use_in_the_copy_that_its_next_use_needs():
+    gathers, log = order_of()
+    used, ahead, with_copies, *_ = gathers._units
+    with_copies.two_copies = True
+    gathers.foresee(Trace("schedule", (Event("use", 0), Event("use", 1), Event("use", 2, 1))))
+    gathers.use(used, HOLDER, [ahead, with_copies])
+    assert log == [0, 1, 2] and with_copies.backward and not ahead.backward
+    assert gathers.current.events == [("use", 0, 0), ("named", 0, 0), ("ahead", 1, 0), ("ahead", 2, 0)]
+    gathers.done(used, HOLDER)
+    assert not used.resident and gathers.stays(ahead) and gathers.stays(with_copies)
+
+
+def test_what_is_known_of_earlier_traces_takes_no_more_and_more_memory():
+    gathers, log = order_of()
+    for number in range(2 * _RECORDS):
+        walk(gathers, log, [number % 6, number // 6])
+        assert len(gathers._ahead) <= _RECORDS

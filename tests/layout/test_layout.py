@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import weft
+from weft.layout.cuts import Cuts
 from weft.layout.layout import ALIGNMENT_BYTES, Layout, _first_fit, _place, plan_layout
 
 LLAMA_3_8B = [
@@ -212,6 +213,13 @@ def test_a_llama_layer_is_cut_between_whole_rows(shards):
     for number, extent in enumerate(layout.extents):
         row = math.prod(extent.shape[1:])
         assert all(cut % row == 0 for cut in layout.cuts(number)), extent
+
+
+def test_cuts_are_even_only_where_torch_makes_the_same_parts():
+    assert Cuts((4, 2), (0, 4, 8), (0,)).is_even and Cuts((3, 2), (0, 3, 6), (0,), dim=1).is_even
+    through_a_row, uneven = Cuts((3, 2), (0, 3, 6), (0,)), Cuts((4, 2), (0, 2, 8), (0,))
+    over_two_axes, scalar = Cuts((4, 2), (0, 2, 4, 6, 8), (0, 1)), Cuts((), (0, 1, 1), (0,))
+    assert not any(each.is_even for each in (through_a_row, uneven, over_two_axes, scalar))
 
 
 def test_experts_are_cut_between_rows_of_their_trailing_dimensions():

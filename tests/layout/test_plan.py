@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.layout.plan import GradientFacts, Limits, StageFacts, UnitFacts
+from weft.layout.plan import GradientFacts, Limits, Plan, StageFacts, UnitFacts
 from weft.layout.trace import Event, Trace
 from weft.layout.walk import compile_plan
 
@@ -84,3 +84,56 @@ def test_no_more_than_the_budget_is_gathered_ahead(step):
         return  # a bundle comes as a whole
     held = max(unit.gathered[0] for unit in facts)
     assert all(entry.weights <= 2 * held for entry in plan.steps), "the unit in use, and one that stays for the next"
+
+
+def plan_of(facts: list[UnitFacts], **events: str) -> Plan:
+    """The plan of passes whose events are written as "use 0, done 0 1"."""
+
+    def read(event: str) -> Event:
+        what, *numbers = event.split()
+        return Event(what, *map(int, numbers))
+
+    traces = {kind: Trace(kind, tuple(map(read, text.split(", ")))) for kind, text in events.items()}
+    return compile_plan(traces, facts, Limits())
+
+
+def test_a_unit_whose_parameters_are_shared_is_held_as_long_as_the_one_that_shares_them():
+    table, head, other = UnitFacts("table", (100,), 100), UnitFacts("head", (10,), 10, tied=(0,)), UnitFacts("", (), 0)
+    plan = plan_of([table, head, other], forward="use 1, use 0, done 0, done 1")
+    assert [step.weights for step in plan.steps] == [110, 110, 110, 0]
+    plan = plan_of([table, head, other], schedule="use 2, named 2, ahead 1, use 1, done 1, done 2")
+    assert [step.weights for step in plan.steps] == [110, 110, 110, 110, 0, 0], "gathered ahead together"
+
+
+def test_backward_s_copy_of_weights_that_stayed_is_gathered_alone_and_what_no_backward_uses_goes_at_its_end():
+    copies, plain = UnitFacts("0", (100,), 100, other_copy=(60, 7)), UnitFacts("1", (10,), 10)
+    forward = "use 0, keep 0, done 0 1, use 1, keep 1, done 1 1"
+    plan = plan_of([copies, plain], forward=forward, backward="use 0 1, done 0")
+    assert [(each.units, each.nbytes) for each in plan.collectives] == [((0,), 100), ((1,), 10), ((0,), 60)]
+    assert plan.peak_bytes["gathered weights"] == 117 and [step.weights for step in plan.steps][-2:] == [110, 0]
+    plan = plan_of([copies, plain], forward="use 0, done 0 1, use 1, keep 1, done 1 1", backward="use 0 1, done 0")
+    assert [(each.units, each.nbytes) for each in plan.collectives] == [((0,), 100), ((1,), 10), ((0,), 100)]
+
+
+def test_buffers_of_gradients_are_open_from_the_moment_at_which_modules_may_write_to_them():
+    stage = StageFacts(accumulating=80, traveling=40, inbox=40, shared=False)
+    offered, written, narrow = (
+        GradientFacts(None, 40, narrows, declared, (stage,))
+        for narrows, declared in ((False, True), (False, False), (True, False))
+    )
+    facts = [UnitFacts("0", (10,), 10, gradients=(offered, written, narrow))]
+    for offers, bytes_of_step in (
+        ("offer 0 0, write 0 1, write 0 2", [40, 80, 160]),
+        ("offer 0 1, write 0 -2, write 0 -3", [80, 160, 240]),
+        ("write 0 -1, write 0 1, write 0 2", [80, 120, 200]),
+    ):
+        plan = plan_of(facts, forward="use 0, done 0 1", backward=f"use 0, {offers}, ready 0 1, done 0")
+        assert [step.gradients for step in plan.steps][3:6] == bytes_of_step
+        assert not plan.steps[-1].gradients
+
+
+def test_a_table_of_a_plan_says_how_much_it_leaves_out():
+    plan = plan_of([UnitFacts("", (10,), 10)], forward="use 0, keep 0, done 0 1")
+    _, *lines = plan.table(2).splitlines()
+    assert len(lines) == 3 and lines[-1] == "... 1 more" and "forward: use root" in lines[0]
+    assert len(plan.table(3).splitlines()) == 4

@@ -1,5 +1,7 @@
 """Transient memory: planned after a step, stable in address, and never shared by two that are alive."""
 
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -122,7 +124,7 @@ def test_a_buffer_whose_views_are_in_use_does_not_move():
 def test_an_unused_buffer_moves_out_for_one_that_must_not_move_and_comes_back():
     pool, views = Pool(True), []
     ahead = transient(is_evictable=lambda: True)
-    now = transient(is_fixed=lambda: bool(views))
+    now = transient(is_fixed=lambda: bool(views), is_evictable=lambda: True)
     step(pool, ahead)
     step(pool, now)
     pool.end_step()
@@ -132,9 +134,12 @@ def test_an_unused_buffer_moves_out_for_one_that_must_not_move_and_comes_back():
     assert not pool.has_room(now)
     pool.take(now).fill_(1.0)
     assert ahead.tensor is ahead.own and ahead.tensor.eq(2).all() and pool.live == now.nbytes + ahead.nbytes
-    pool.give(now)
     pool.come_back(ahead)
     assert ahead.tensor is place and place.eq(2).all() and not memory(ahead)
+    moved = now.tensor is now.own  # pytest must not print a tensor without memory
+    assert moved and now.tensor.eq(1).all(), "that moves out in turn"
+    assert pool.has_room(transient(is_fixed=lambda: True)), "what has no place takes memory of its own"
+    pool.give(now)
     pool.give(ahead)
     assert not pool.live
 
@@ -198,8 +203,11 @@ def test_a_buffer_that_is_forgotten_has_no_place_in_the_next_plan():
         pool.give(buffer)
     pool.end_step()
     before = pool.slab_bytes
-    pool.forget(buffers[0])
-    step(pool, *buffers[1:])
+    forgotten = weakref.ref(buffers[0])
+    pool.forget(buffers.pop(0))
+    step(pool, *buffers)
+    gc.collect()
+    assert forgotten() is None
     assert pool.lower_bound <= pool.slab_bytes < before and pool.plans == 2 and not pool.fallbacks
 
 

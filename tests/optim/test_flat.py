@@ -405,6 +405,8 @@ def test_gradients_of_flat_tensors_span_the_slices_of_tensor_parallelism():
         net(torch.ones(2, 4)).square().mean().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 9.0)
     torch.testing.assert_close(nets.full(nn.utils.clip_grad_norm_(tensors, 9.0)), expected)
+    wholes = sorted(tensor.grad.full_tensor().numel() for tensor in tensors)
+    assert wholes == sorted(parameter.numel() for parameter in plain.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))
     if dist.get_rank() == 0:
@@ -509,9 +511,12 @@ def test_a_state_without_momentum_replaces_one_with_it():
     plain, model = make_alike(Halves)
     flat = weft.optim.flat(torch.optim.SGD, model, lr=0.1, momentum=0.9)
     before = flat.state_dict()
-    step(model, flat, torch.ones(2, 5))
+    nothing = {name: {"momentum_buffer": None} for name in before["state"]}  # as some versions of torch save it
+    for state in (nothing, before["state"]):
+        step(model, flat, torch.ones(2, 5))
+        flat.load_state_dict({**before, "state": state})
+        assert flat.state_dict()["state"] == state
     model.load_state_dict(plain.state_dict())
-    flat.load_state_dict(before)
     for net, optimizer in ((plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)), (model, flat)):
         step(net, optimizer, torch.ones(2, 5))
     torch.testing.assert_close(weights_of(model), weights_of(plain))
@@ -540,6 +545,16 @@ def test_wrong_use_is_named():
     del state["state"]["gain"]
     with pytest.raises(ValueError, match=r"missing \['gain'\]"):
         weft.optim.flat(torch.optim.AdamW, net).load_state_dict(state)
+    state["state"] |= {"gain": {}, "loss": {}}
+    with pytest.raises(ValueError, match=r"missing \[\], unexpected \['loss'\]"):
+        weft.optim.flat(torch.optim.AdamW, net).load_state_dict(state)
+    del state["state"]["loss"]
+    state["param_groups"].append({**state["param_groups"][0], "params": []})
+    with pytest.raises(ValueError, match="2 saved, 1 here: pass flat"):
+        weft.optim.flat(torch.optim.AdamW, net).load_state_dict(state)
+    half = weft.MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"AdamW does not take gradients in torch\.float16 for weights in torch\.bflo"):
+        weft.optim.flat(torch.optim.AdamW, nets.shard(nets.make(), mp_policy=half))
     optimizer = weft.optim.flat(torch.optim.AdamW, net, no_decay=small)
     with pytest.raises(ValueError, match="FlatAdamW always has all parameters of its model: after you add"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
@@ -611,6 +626,62 @@ def test_an_assigned_gradient_reaches_only_members_that_had_one():
             if each.grad is not None:
                 each.grad = each.grad * 0.5
     assert model.used.weight.grad is not None and model.unused.weight.grad is None
+    (tensor,) = flat.param_groups[0]["params"]
+    flat.zero_grad()
+    tensor.grad = torch.ones_like(tensor)
+    assert all(nets.full(parameter.grad).eq(1).all() for parameter in model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 2)  # in memory of its own
+    assert tensor.grad.to_local().eq(2).all()
+    _, fresh = make_alike(Branch)
+    flat = weft.optim.flat(torch.optim.SGD, fresh)
+    (tensor,) = flat.param_groups[0]["params"]
+    tensor.grad = torch.ones_like(tensor)
+    assert nets.full(fresh.unused.bias.grad).eq(1).all()
+
+
+@distributed(2)
+def test_gradients_of_flat_tensors_that_every_rank_has_count_once():
+    net = nets.shard(nets.make(), strategy="no_shard")
+    flat = weft.optim.flat(torch.optim.SGD, net, lr=0.1)
+    nets.loss_of(net, nets.data(1, 4)[0]).backward()
+    tensors = [tensor for group in flat.param_groups for tensor in group["params"]]
+    norm = nn.utils.get_total_norm([tensor.grad for tensor in tensors])
+    torch.testing.assert_close(nets.full(norm), weft.optim.grad_norm(net))
+
+
+@distributed(2)
+def test_gradients_that_wait_for_their_reduction_are_in_no_norm():
+    _, model = make_alike(Branch)
+    model(torch.ones(2, 5)).sum().backward()
+    norm = weft.optim.grad_norm(model)
+    model.unshard()
+    model.used.weight.sum().backward()
+    assert torch.equal(weft.optim.grad_norm(model), norm)
+
+
+class Counting(Halves):
+    """With a parameter that can never be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.arange(3), requires_grad=False)
+
+
+@distributed(2)
+def test_a_state_may_lack_what_is_frozen_and_parameters_of_integers_are_left_out():
+    _, model = make_alike(Counting)
+    model.unused.requires_grad_(False)
+    flat = weft.optim.flat(torch.optim.AdamW, model, lr=0.1)
+    step(model, flat, here(torch.ones(4, 5)))
+    saved = flat.state_dict()
+    assert not saved["state"]["unused.weight"] and "count" not in saved["state"]
+    state = {name: entry for name, entry in saved["state"].items() if entry}
+    other = weft.optim.flat(torch.optim.AdamW, model, lr=0.1)
+    other.load_state_dict({**saved, "state": state})
+    found = other.state_dict()["state"]
+    assert found.keys() == saved["state"].keys() and not found["unused.bias"]
+    assert torch.equal(nets.full(found["used.bias"]["exp_avg"]), nets.full(state["used.bias"]["exp_avg"]))
 
 
 @distributed(4)
@@ -620,3 +691,8 @@ def test_norms_count_what_is_not_sliced_once():
     parallelize_module(net[0], mesh["tp"], ColwiseParallel())
     weft.fully_shard(net, mesh=mesh["dp"])
     assert weft.parameter_norms(net)["1.weight"].weight == pytest.approx(2.0)
+    for number, parameter in enumerate(net.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1)
+    assert weft.optim.grad_norm(net).item() == pytest.approx(math.sqrt(16 * 1 + 4 * 4 + 4 * 9))
+    net[0].weight.grad.to_local().mul_(5 if dist.get_rank() % 2 else 1)  # the slice of one tensor-parallel rank
+    assert weft.optim.grad_norm(net, math.inf).item() == 5

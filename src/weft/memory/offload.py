@@ -40,8 +40,7 @@ class GradientDownload:
         self._strip = strip
         self._pinned = pinned
         self._more: torch.Tensor | None = None
-        self._arriving: Ticket | None = None
-        self._adds = False
+        self._arriving: tuple[Ticket, torch.Tensor] | None = None  # the download, and the memory that it fills
 
     def open(self, pool: Pool) -> FlatBuffer:
         """Wait for the latest download. Return the device buffer for the next download; call `close` after it."""
@@ -59,9 +58,9 @@ class GradientDownload:
                     target.numel(), dtype=target.dtype, device=source.device, pinned=self._pinned
                 )
             target = self._more
-        self._adds = accumulate
-        self._arriving = lane.run(move, target, source, None, after=reduction)
-        return self._arriving
+        ticket = lane.run(move, target, source, None, after=reduction)
+        self._arriving = ticket, target
+        return ticket
 
     def close(self) -> None:
         self._strip.give()
@@ -69,7 +68,8 @@ class GradientDownload:
     def finish(self) -> None:
         """Make the host wait for the download. If it began with `accumulate`, add the result to the main gradients."""
         if self._arriving is not None:
-            self._arriving.synchronize()
+            ticket, target = self._arriving
+            ticket.synchronize()
             self._arriving = None
-            if self._adds and self._more is not None:
-                self._main_grad.local.add_(self._more)
+            if target is self._more:
+                self._main_grad.local.add_(target)

@@ -188,8 +188,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Return memory for the gradient of `run` in the dtype of its weights. Runs of the same dtype share it."""
         kind = run.flat.dtype, run.flat.device
         if kind not in self._rooms:
-            alike = [each for each in self._runs if each.group in self._widened and each.flat.dtype == kind[0]]
-            numel = max(each.flat.numel() for each in alike)
+            numel = max(each.flat.numel() for each in self._runs if each.group in self._widened)
             self._rooms[kind] = torch.empty(numel, dtype=kind[0], device=kind[1])
         return self._rooms[kind]
 
@@ -285,11 +284,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             return parts
         at = self._runs.index(run)
         self._runs[at : at + 1] = parts
+        flats = [part.flat for part in parts]
         for group in self.param_groups:
-            for at, flat in enumerate(group["params"]):
-                if flat is run.flat:
-                    group["params"][at : at + 1] = [part.flat for part in parts]
-                    break
+            group["params"][:] = [each for flat in group["params"] for each in (flats if flat is run.flat else [flat])]
         state = self.state.pop(run.flat, None)
         if state is not None:
             for part in parts:

@@ -27,7 +27,7 @@ class CopyingGloo:
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
         """Gather copies. Then copy the results to `full`."""
         whole = _empty(full)
-        self._gloo.all_gather(whole, _copied(source, full.dtype), group, tag).complete()
+        self._gloo.all_gather(whole, _copied(source), group, tag).complete()
         full.copy_(whole)
         return Pending()
 
@@ -36,7 +36,7 @@ class CopyingGloo:
     ) -> Pending:
         """Gather copies in `dtype`. Then copy the results that are wanted."""
         wholes = [None if full is None else _empty(full) for full in fulls]
-        copies = [_copied(source.detach(), dtype) for source in sources]
+        copies = [_copied(source.detach().to(dtype)) for source in sources]
         self._gloo.all_gather_bundle(wholes, copies, group, tag, dtype).complete()
         for full, whole in zip(fulls, wholes):
             if full is not None and whole is not None:
@@ -113,9 +113,9 @@ def _target(output: Tensor, accumulate: bool) -> Tensor:
     return _copied(output) if accumulate else _empty(output)
 
 
-def _copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _copied(tensor: Tensor) -> Tensor:
     """Return a copy of `tensor` in CPU memory. The host waits until it is complete."""
-    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="cpu").copy_(tensor)
+    return _empty(tensor).copy_(tensor)
 
 
 TRANSPORT = CopyingGloo()

@@ -157,8 +157,7 @@ class HangDetector:
     @contextmanager
     def waiting(self, call: Call) -> Iterator[None]:
         """Watch a wait for `call` in this context. Raises CollectiveMismatch if the wait can never end."""
-        if self.verdict:
-            self.check()
+        self.check()
         outer = self._call
         self._waiter, self._since = threading.get_ident(), time.monotonic()
         self._token += 1
@@ -179,16 +178,14 @@ class HangDetector:
         """Raise CollectiveMismatch if a rank has published why the wait for `call` failed; else add a note to
         `error`."""
         deadline = time.monotonic() + EXPLAINED_S
-        while not self.verdict:
-            self.verdict = self._read("verdict") or self._of_who_left(call)
-            if self.verdict:
-                break
+        while not (verdict := self.verdict or self._read("verdict") or self._of_who_left(call)):
             if time.monotonic() > deadline:
                 if not getattr(error, "__notes__", ()):
                     error.add_note(self._note(error, call))
                 return
             time.sleep(0.05)
-        raise CollectiveMismatch(self.verdict) from error
+        self.verdict = verdict
+        raise CollectiveMismatch(verdict) from error
 
     def _note(self, error: RuntimeError, call: Call) -> str:
         note = f"this rank ({self._rank}) waited for {call.name}"

@@ -122,7 +122,7 @@ class Picture:
         def moves(each: int) -> bool:
             if found[each].doing == "waits":
                 return stuck.isdisjoint(waits_for[each])
-            return found[each].doing == "elsewhere" and not stuck.issuperset(waits_for[each])
+            return not stuck.issuperset(waits_for[each])  # those that failed or ended wait for no rank
 
         while moving := set(filter(moves, stuck)):
             stuck -= moving
