@@ -7,9 +7,9 @@
                  group                            of Parameter       version check raises for saved tensors. The class
                                                                      raises for parameters that code has kept.
 
-Autograd also raises if main weights were written to between forward and backward, as it does for a plain module. If a
-gathered copy has a version that this file has not set, other code wrote to the copy. Such a write would be lost, so
-`WeightsWritten` is raised.
+Autograd also raises if main weights were written to between forward and backward, as it does for a plain module. Here a
+write to one parameter counts for all parameters of its group. If a gathered copy has a version that this file has not
+set, other code wrote to the copy. Such a write would be lost, so `WeightsWritten` is raised.
 
 Autograd's errors name no parameters. For example, `torch.autograd.grad` with respect to a sharded parameter raises an
 error, because the parameter is in no graph, but the error does not say which parameter it is. Therefore weft wraps
@@ -197,8 +197,8 @@ HARMLESS = frozenset(
 
 
 class Original:
-    """Mixin for the class of an original parameter, which a sharded parameter has replaced. Uses of `.grad`,
-    operators that write to it, and a backward that reaches it raise RuntimeError."""
+    """Mixin for the class of an original parameter, which a sharded parameter has replaced. Operators that write to the
+    parameter, uses of its `.grad`, and a backward that reaches the parameter raise RuntimeError."""
 
     __slots__ = ()
 
@@ -279,7 +279,8 @@ def explaining(
 ) -> Callable[..., Any]:
     """Wrap `run`, torch's function that runs a backward, so that its errors name weights. As long as
     `first_backwards` is not empty, each backward without `inputs` first calls `look_around(first_backwards, outputs)`,
-    whose result replaces the list. After each backward that raised no error, `settle()` is called."""
+    whose result replaces the list. After each backward that raised no error, `settle()` is called. A backward raises if
+    it computes no gradient of a sharded parameter in `inputs` whose unit waits for its backward."""
 
     @functools.wraps(run)
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """The interface between drivers and the engine: the calls that a driver may make.
 
-Drivers are hooks, schedules, pipelines and `unshard()`. A driver runs modules in passes, and tells the engine when
-it uses the weights of each unit. A driver that runs whole modules needs only this file and `Unit`. The engine's plan
-decides what is gathered, freed and reduced, and in which order.
+Drivers are hooks, schedules and pipelines. A driver runs modules in passes, and tells the engine when it uses the
+weights of each unit. A driver that runs whole modules needs only this file and `Unit`. The engine decides what is
+gathered, freed and reduced, and in which order.
 
 call                                 meaning
 -----------------------------------  ------------------------------------------------------------------------------
@@ -15,7 +15,7 @@ begin_backward(call)                 a backward reaches `call`, a forward of a u
 scheduled(trace, backward)           a context around a pass whose events are known in advance; backward=False: an
                                      evaluation
 use(unit, holder, named)             the holder needs the full weights from here on; `named`: the units that the user
-                                     chose to gather ahead; None: the plan chooses them
+                                     chose to gather ahead; None: the engine chooses them
 done(unit, holder, ...)              the holder no longer needs the full weights; `backward_follows`: the use was a
                                      forward, or a recomputation, whose backward is still to come
 keep(unit, holder)                   keep the full weights: after a forward until its backward or the next forward;

@@ -43,7 +43,8 @@ def fully_shard(
 ) -> Sharded:
     """Shard the parameters of `module` that are in no unit yet, as one unit.
 
-    The parameters of a unit are gathered, freed and reduced together. Call this function bottom-up, with the root last.
+    The parameters of a unit are gathered, freed and reduced together. Call this function bottom-up, with the root last,
+    and in the same order on all ranks of the mesh.
 
     The module is changed in place and returned. Its class becomes a new subclass of its original class and of
     `FSDPModule`. Its parameters become sharded `DTensor`s, which most optimizers of `torch.optim` accept. (Adafactor
@@ -52,8 +53,8 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
         mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard); with `dp_mesh_dims`, a larger mesh.
-            Default: a 1-D mesh of all ranks on the device of the first parameter that is not ignored. If it is on "cpu"
-            or "meta", the mesh is on CUDA if CUDA is available and the process group supports it, otherwise on the CPU.
+            Default: a 1-D mesh of all ranks on the device of the first parameter that is not ignored. If this device is
+            "cpu" or "meta": on CUDA if CUDA is available and the process group supports it, otherwise on the CPU.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO 0 to 3) or `weft.Placements`. Default:
             "optim_grads_params", or "no_shard" if `dp_mesh_dims` names axes to replicate over but none to shard over.
         outer_strategy: the strategy over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).

@@ -51,7 +51,7 @@ from weft.weak import weakly
 _trains = attrgetter("sharded.requires_grad")
 _full_trains = attrgetter("full.requires_grad")
 LOST = -1
-"""The value of `gathered_from` after a failed gather of held weights. No version counter has it: they are stale."""
+"""The value of `gathered_from` after a failed gather of held weights. No counter has it, so the weights are stale."""
 
 
 def payload_of(plan: GroupPlan) -> Plain | Narrow:
@@ -82,7 +82,7 @@ class ParameterGroup:
             if member.value is not member.original:  # made from a meta tensor: free it before `full` is allocated
                 tensor.untyped_storage().resize_(0)
         self.refreshes = self.model_weight is not self.main_weight
-        """Whether model weights are kept separately and must be updated from the main weights."""
+        """Whether there are separate model weights, to update from the main weights. Both may still share memory."""
         self.post_forward: PostForwardShard | None = None
         """The part of the gathered weights that is kept from forward to backward, if the user asked for it."""
         self.full, self.transient = self._make_full()
@@ -169,7 +169,7 @@ class ParameterGroup:
 
     @property
     def main_changed(self) -> bool:
-        """Whether the main weights have changed since separate model weights were made from them."""
+        """Whether the main weights have changed since separate model weights were made, or these are outdated."""
         return self.refreshes and self._refreshed_from != self.version
 
     @property
@@ -184,7 +184,8 @@ class ParameterGroup:
 
     @property
     def is_written(self) -> bool:
-        """Whether the main weights have changed since the ranks agreed on the model weights' last or next update."""
+        """Whether the main weights have changed since gathered or model weights were made from them or, if the model
+        weights are outdated, since the ranks agreed on maxima for their update."""
         return self.payload.made_from(self.version) != self.version if self.is_outdated else self.is_stale
 
     def outdate(self, *, agreed: bool = False) -> None:
@@ -237,8 +238,8 @@ class ParameterGroup:
 
     @property
     def fits_buckets(self) -> bool:
-        """Whether the group's gather may share a message. Only a gather that runs for each use, reads weights on the
-        device, reads no post-forward shard, and uses a transport that bundles messages may do so."""
+        """Whether the group's gather may share a message: it runs for each use, reads weights that are on the device
+        and are updated without messages, reads no post-forward shard, and its transport bundles messages."""
         return (
             self.transient is not None
             and (not self.refreshes or (self.payload.refreshes and self.plan.moves and not self.refreshed_bytes))
@@ -342,7 +343,8 @@ class ParameterGroup:
             self.post_forward = PostForwardShard(self.plan, group)
 
     def complete_gather(self) -> None:
-        """Complete a gather that has ended: free its temporary memory, and let autograd read the full weights."""
+        """Complete a gather that has ended: convert its payload to full weights, free its temporary memory and the
+        post-forward shard, and let autograd read the full weights."""
         if self.post_forward is not None:
             self.post_forward.drop()
         if self.transient is not None or self.refreshes:

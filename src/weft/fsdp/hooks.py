@@ -235,8 +235,8 @@ class HookDriver:
             engine.end_forward(error)
 
     def _marked_output(self, output: Any) -> Any:
-        """Cast the output, and register hooks on its gradients. Raise an error for views of weights that will be
-        freed."""
+        """Cast the output, and register hooks on its gradients. Raise an error for views of weights that will be freed,
+        and for outputs that compute when they are read, such as generators."""
         if not isinstance(output, torch.Tensor) and isinstance(output, _LAZY):
             raise TypeError(
                 f"forward of {self.unit.kind} returned a {type(output).__name__}, which computes when it is read, "

@@ -179,7 +179,7 @@ class FSDPModule:
 
         `reduced`: this rank's part, 1-D, averaged, in the reduce dtype. On a 2-D mesh it is reduced over both axes. The
         hook may change it in place. The hook runs on `stream`; None: on the stream of the reduction. On CPU, `stream`
-        has no effect. Parameters of different dtypes are reduced separately, with one call of the hook each. Raises
+        has no effect. Parameters of different dtypes or meshes are reduced separately, with separate calls. Raises
         TypeError if `hook` is not callable or `stream` is not a stream, ValueError if `stream` is given on a 2-D mesh.
         """
         unit = unit_of(self)
@@ -219,7 +219,7 @@ class FSDPModule:
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Choose whether gathers and reductions of the model use separate communicators. In weft, the additional one
-        is for gathers: see `RuntimeOptions.separate_all_gather_group`. Collective."""
+        is for gathers: see `RuntimeOptions.separate_all_gather_group`. Collective if `enable`."""
         enable = _switch("set_separate_reduce_scatter_group", enable)
         for runtime in _runtimes(self, recurse):
             runtime.change(separate_all_gather_group=enable)
@@ -346,7 +346,7 @@ def checked_factor(what: str, factor: Any) -> float:
 
 
 def _switch(method: str, value: Any) -> bool:
-    """Return `value` as a bool. Integers are accepted, as in torch. Raises TypeError for strings: most are truthy."""
+    """Return `value`, a bool, integer or tensor, as a bool. Raises TypeError for others, such as strings."""
     if not isinstance(value, (int, torch.Tensor)) and type(value).__name__ not in ("bool", "bool_"):  # numpy.bool_ too
         raise TypeError(f"{method}({value!r}): choose True or False")
     return bool(value)

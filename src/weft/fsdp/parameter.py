@@ -54,9 +54,9 @@ class Slot:
 
 @dataclass(eq=False)
 class Unsharded:
-    """A parameter that is about to be sharded over `mesh`. `value`: the tensor that holds its values. It is
-    `original`, unless `original` was on the meta device. `cutting`: the number of elements between possible cuts, and
-    the dimension that is cut."""
+    """A parameter that is about to be sharded over `mesh`. `value`: the tensor that holds its values: `original` or, if
+    `original` is on the meta device, the tensor that was filled for it, if any. `cutting`: the number of elements
+    between possible cuts, and the dimension that is cut."""
 
     original: nn.Parameter
     value: nn.Parameter
@@ -138,7 +138,7 @@ def record_of(parameter: Any) -> ShardedParameter | None:
 
 
 def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of `module` by name, as the optimizer has them: also those of units that are unsharded."""
+    """Return the parameters of `module` by name, as the optimizer has them, even while a unit is unsharded."""
     found = {name: (record_of(parameter), parameter) for name, parameter in module.named_parameters()}
     return {name: parameter if record is None else record.sharded for name, (record, parameter) in found.items()}
 
@@ -177,8 +177,8 @@ SHARDED = attrgetter("sharded")
 
 
 def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedParameter], nn.Parameter | None]) -> None:
-    """Register the parameters in one `form`, FULL or SHARDED. Raises RuntimeError if other code has replaced a
-    registered parameter."""
+    """Register the parameters in one `form`, FULL or SHARDED. (`form` may also return None, to unregister them.) Raises
+    RuntimeError if other code has replaced a registered parameter."""
     # All are registered before the error is raised, so that the next call does not raise for the same reason.
     replaced: list[Slot] = []
     observed: list[tuple[nn.Module, str, nn.Parameter | None]] = []

@@ -51,7 +51,7 @@ class Plain:
         return full
 
     def made_from(self, version: int) -> int:
-        """Return the version of the main weights that a payload made from their current `version` is valid for."""
+        """Return the version of the main weights for which a payload is valid if it is made now, at `version`."""
         return version
 
     def open(self, full: torch.Tensor, copy: int) -> None:

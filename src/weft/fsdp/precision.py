@@ -156,7 +156,7 @@ class Recipe:
 
 
 def has_less_range(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Return whether finite values of dtype `wide` may become infinite in `narrow`."""
+    """Return whether finite values of dtype `wide` may become infinite in `narrow`, even float32 in bfloat16."""
     return torch.finfo(narrow).max < torch.finfo(wide).max
 
 

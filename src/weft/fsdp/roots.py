@@ -55,7 +55,8 @@ class UnitDriver(HookDriver):
         return root
 
     def come_under(self, around: "UnitDriver") -> None:
-        """Put this driver, with all drivers under it, under `around`. All of them get the root of `around`."""
+        """Put this driver under `around`, unless it is under a driver already. Drop its runtime, because the new root
+        makes another one. Let `around` take over option changes by method calls (`RuntimeOptions.joined`)."""
         if self.above() is None:
             self.above = weakref.ref(around)
         runtime = self.runtime

@@ -150,7 +150,7 @@ class Unit:
             self._gather(self._coming)
 
     def leave_rest(self) -> None:
-        """Begin a gather that has no memory yet. The caller then adds its ticket to `tickets`, or calls `lose`."""
+        """Begin a gather that has no memory yet. The caller then adds a ticket to `tickets`, or calls `lose`."""
         self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
         self.resident = True
 
@@ -206,7 +206,7 @@ class Unit:
             group.fulls.check_unwritten()
 
     def end_holds(self, *holders: Hold | TiedHold) -> None:
-        """End the given holds, if they exist. If the user's ends, keep changes of `requires_grad` made under it."""
+        """End these holds, if they exist. If the user's hold ends, keep changes of `requires_grad` made under it."""
         for holder in holders:
             if holder in self.holders:
                 if holder is USER:
@@ -390,7 +390,7 @@ class Unit:
 
     @property
     def awaits_reduction(self) -> bool:
-        """Whether gradients have arrived that are in no reduction yet."""
+        """Whether autograd or a module has produced gradients that are not packed yet."""
         return any((group.is_reduced or group.trainable) and group.gradients.arrived for group in self.groups)
 
     def scale_of(self, group: ParameterGroup) -> float:

@@ -67,7 +67,7 @@ class Cuts:
     @cached_property
     def row_dims(self) -> int | None:
         """The least d >= 1 for which no cut divides a block of shape `stored[d:]`. Parts then have the shape
-        `[n, *stored[d:]]`. None if there is no such d. Parts are then 1-D."""
+        `[n, *stored[d:]]`. None if there is no such d. Parts are then 1-D, except a part that has all elements."""
         for dim in range(1, len(self.shape)):
             row = math.prod(self.stored[dim:])
             if row and all(border % row == 0 for border in self.borders):

@@ -7,16 +7,16 @@
     backward      the previous backward; before the first, the forward reversed
     schedule      the schedule (`weft.overlap`), which knows its events in advance
 
-    one unit ahead:   use 0    gathers 0, and starts to gather 1
-                      use 1    waits for 1, and starts to gather 2
+    one unit ahead:   use 0    starts to gather 0, then 1, and waits for 0
+                      use 1    starts to gather 2, and waits for 1
                       done 1   frees its memory, unless 1 is needed next
 
     The unit or bundle (units gathered in one message) that ends a forward, and begins the backward, stays gathered.
 
 If a pass deviates from its trace, it gathers on demand from then on: predictions change speed, never results. Without a
 byte budget, a schedule gathers further ahead than other passes. A byte budget limits the total size of the units that
-are gathered ahead, each counted once. The runtime applies these rules to units, and `layout.walk` applies them to
-numbers of bytes.
+are gathered ahead, each counted once, but a bundle is gathered whole if one of its units is within the budget. The
+runtime applies these rules to units, and `layout.walk` applies them to numbers of bytes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -218,7 +218,8 @@ class GatherOrder:
             unit.acquire(holder)
 
     def done(self, unit: Gathered, holder: Any, *, backward_follows: bool = False) -> None:
-        """End the hold of `holder` on `unit`. After the last hold, free the unit's memory unless the unit `stays`."""
+        """End the hold of `holder` on `unit`. Free the memory of `unit` and of its tied units unless they have another
+        holder or stay (`stays`). If a backward follows a forward, let the next `free` keep a post-forward shard."""
         self.current.events.append(("done", unit.number, int(backward_follows)))
         unit.release(holder)
         if backward_follows and self.current.kind == "forward":
@@ -228,7 +229,7 @@ class GatherOrder:
                 each.free()
 
     def stays(self, unit: Gathered) -> bool:
-        """Return whether to keep the memory of `unit`, which was just released, because this pass or its backward uses
+        """Return whether to keep the memory of `unit`, which has no holder, because this pass or its backward uses
         it next."""
         here, number = self.current, unit.number
         if not here.on_plan:
@@ -248,7 +249,7 @@ class GatherOrder:
         return next((number for number in uses if not self._units[number].holders), -1)
 
     def _message_of(self, unit: int) -> Collection[int]:
-        """Return the units that are gathered with `unit`. They are the same in forward and backward."""
+        """Return the units in the message that gathers `unit`; only `unit` if backward gathers other copies of some."""
         bundle = self.bundles.get(unit)
         if bundle is None or any(self._units[number].two_copies for number in bundle.numbers):
             return (unit,)
@@ -256,7 +257,7 @@ class GatherOrder:
 
     def _behind(self, in_use: Collection[int], upcoming: Iterable[int]) -> Iterator[int]:
         """Yield the units to gather ahead while the units `in_use` are used. `upcoming`: the next units in the trace.
-        Further uses of `in_use` at its beginning are skipped."""
+        Further uses of `in_use` at the beginning of `upcoming` are skipped."""
         spent, seen = 0, set()
         following = dropwhile(in_use.__contains__, upcoming)
         depth = SCHEDULED_AHEAD if self.current.kind == "schedule" else 1
@@ -305,7 +306,8 @@ class GatherOrder:
         return wanted
 
     def _leave_plan(self) -> None:
-        """Stop following the trace, and free units that were gathered ahead and may never be used."""
+        """Stop following the trace. If an earlier pass has recorded it, count this in `off_plan` and free units outside
+        of bundles that were gathered ahead and may never be used."""
         here = self.current
         here.on_plan = False
         if self._known(here.kind) is None:

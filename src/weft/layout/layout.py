@@ -1,8 +1,8 @@
 """The layout of a unit's tensors in one flat buffer, which is cut into equal shards.
 
-    tensors       A [3, 4]              B [5]        C [2, 3]
-    flat buffer   aaaa aaaa|aaaa .... bb bbb|cccccc ........|
-                  shard 0   shard 1         shard 2          .  padding,  |  shard border
+    tensors       A [3, 4]       B [5]   C [2, 3]
+    flat buffer   aaaa aaaa|aaaa bbbb|b ccc ccc .       .  padding,  |  shard border; here without alignment
+                  shard 0   shard 1   shard 2
 
 A layout is arithmetic over shapes, without processes or memory. Tensors are cut between whole dim-0 rows if this needs
 little padding, otherwise between rows of trailing dimensions, otherwise between single elements. Cuts between single
@@ -71,8 +71,8 @@ class Layout:
         return (self.numel - self.data_numel) / max(self.data_numel, 1)
 
     def cuts(self, tensor: int, pieces: int | None = None) -> tuple[int, ...]:
-        """Return borders in tensor number `tensor`, as indices of its elements. If the buffer is cut into `pieces`
-        equal pieces (default: the shards), piece r has the elements `[borders[r], borders[r + 1])` of the tensor."""
+        """Return borders in tensor number `tensor`, as indices of elements in memory order. If the buffer is cut into
+        `pieces` equal pieces (default: the shards), piece r has the elements `[borders[r], borders[r + 1])` of it."""
         extent = self.extents[tensor]
         pieces = pieces or self.shards
         numel = self.numel // pieces
@@ -170,7 +170,8 @@ def _shard_steps(chains: list[list[int]], align: int) -> set[int]:
 
 
 def _larger_shards(tight: int, largest: int, demanded: list[int], align: int) -> list[int]:
-    """Return ascending shard sizes to try for blocks that stay whole: multiples of blocks, and one that always fits."""
+    """Return ascending shard sizes to try if blocks must stay whole: multiples of `align`, some of them multiples of
+    blocks, and one size that always fits."""
     most = _round_up(tight + largest, align)  # each border wastes less than the largest tensor
     sizes = {most}
     for step in {align, *(math.lcm(step, align) for step in demanded), math.lcm(*demanded, align)}:
@@ -209,7 +210,7 @@ def _place(
 def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) -> int | None:
     """Return the first offset at or after `cursor` at which the tensor fits: every shard border inside the tensor is a
     multiple of `step` elements after the offset. The offset, `cursor` and the borders are multiples of `start`.
-    Only the next two shards are tried, because all later borders are alike. None: no offset fits."""
+    Only the shard of `cursor` and the next one are tried, because all later borders are alike. None: no offset fits."""
     border = (cursor // shard_numel + 1) * shard_numel
     for first, end in ((cursor, border), (border, border + shard_numel)):
         if first + size <= end:

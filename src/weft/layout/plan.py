@@ -1,5 +1,5 @@
 """The plan of a step: what is gathered, freed and reduced at each event, and how many bytes are live after it. A plan
-is computed from the sizes of units in bytes, the units that share messages, and the user's limits."""
+is computed from traces of passes, the sizes of units in bytes, the units that share messages, and the user's limits."""
 
 import hashlib
 from collections.abc import Collection, Hashable, Mapping
@@ -36,8 +36,8 @@ class GradientFacts:
 
     - `kind`: groups of equal kind can share a message. None: the group never shares one.
     - `sent`: the bytes of the group's message.
-    - `narrows`: whether gradients are first packed in a wider dtype, because they may overflow in the message's dtype.
-    - `declared`: whether modules write some of the gradients directly into buffers.
+    - `narrows`: whether gradients are first packed in the main gradients' dtype, because they may overflow in messages.
+    - `declared`: whether modules have declared that they add some of the gradients to `main_grad` themselves.
     - `download`: the bytes of the device buffer from which reduced gradients are copied to CPU memory; 0: none.
     """
 
@@ -59,7 +59,7 @@ class UnitFacts:
     - `updating`: the temporary memory of these updates.
     - `other_copy`: the messages that gather backward's copy of some weights after forward's copy, and their temporary
       memory. (0, 0) if there is only one copy.
-    - `staging`: the temporary memory of uploads and casts.
+    - `staging`: the temporary memory of uploads, casts and quantized payloads.
     - `post_forward`: the part of each group's weights that is kept from forward to backward.
     - `tied`: the units whose parameters this unit shares.
     - `bundle`: the units in the message that gathers this unit, including this unit. Empty if it is alone.
@@ -111,7 +111,8 @@ class Limits(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective for these units. `operation`: "all-gather" or "reduce-scatter". `nbytes`: its message's size."""
+    """A gather, an update of model weights or a reduction. `operation`: "reduce-scatter" for every reduction, otherwise
+    "all-gather". `nbytes`: the size of its messages; of a reduction over two mesh axes, that of the first message."""
 
     operation: str
     units: tuple[int, ...]
@@ -150,11 +151,11 @@ class Alive(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one training step of a model on one rank.
+    """The plan of one step of a model on one rank. The step has a pass of each kind that the model has run.
 
-    - `steps`: the events of the training step, in order, with their actions.
-    - `collectives`: the gathers and reductions, in the order in which they start. A reduction over two mesh axes counts
-      once.
+    - `steps`: the events of the step, in order, with their actions.
+    - `collectives`: the gathers, the updates of model weights that send messages, and the reductions, in the order in
+      which they start. A reduction over two mesh axes counts once.
     - `peak_bytes`: the most live bytes of "gathered weights" and of "partial gradients".
     - `alive`: the weights that are in memory at the same time, for each such combination.
     - `names`: the names of the units, by number.

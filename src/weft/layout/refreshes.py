@@ -5,8 +5,9 @@
     gather of 2                              update    update
     end of the pass                                           the units left, whether they ran or not
 
-All ranks update the same units in the same order, even if their passes use other units. The runtime applies these rules
-to units, and `layout.walk` applies them to numbers of bytes.
+Ranks whose passes may use the same units update all of these units, in the same order, even if a rank runs only some
+of them. The optimizer updates main weights, and gathers read model weights. The runtime applies these rules to units,
+and `layout.walk` applies them to numbers of bytes.
 """
 
 from abc import ABC, abstractmethod
@@ -44,8 +45,9 @@ class RefreshOrder(ABC):
         return unit in self.ahead or self.is_outdated(unit)
 
     def update_to(self, unit: Any) -> None:
-        """Update the units of `ahead` up to `unit`, and one more, whose transfer overlaps with computation. If `unit`
-        is not in `ahead`, because only another rank's pass uses it, update it and the first unit of `ahead`."""
+        """Update the units of `ahead` up to `unit`. If `unit` is outdated but not in `ahead`, because only another
+        rank's pass uses it, update only `unit`. Then, if the latest unit that was updated is `unit`, also update the
+        next unit of `ahead`, whose transfer overlaps with computation."""
         if unit in self.ahead:
             while self._next() is not unit:
                 pass

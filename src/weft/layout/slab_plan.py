@@ -1,8 +1,8 @@
 """Assigns memory to transient buffers by interval coloring. Buffers that are never live together may share memory.
 
     time  ->         0    1    2    3    4    5    6    7
-    block 0          =====                         =====        bottom
-    block 1               =====               =====             top
+    block 0          ==========               ==========        bottom
+    block 1               ==========     ==========             top
     block 2                    ===============                  bottom
     root             ===================================        below all of them
 

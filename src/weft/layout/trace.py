@@ -1,26 +1,24 @@
 """The trace of a pass: the events of one model on one rank, in order, without times, bytes or tensors.
 
-    forward of a root with two layers     backward
-    ---------------------------------     ------------------------------------
-    use root                              use root
-    use 0, done 0                         use 1, ready 1, done 1
-    use 1, done 1                         use 0, ready 0, done 0
-    keep root, done root                  ready root, done root
+forward (units 0 and 1, then a head)  backward
+------------------------------------  ------------------------------------
+use root                              use root
+use 0, done 0                         use 1, ready 1, done 1
+use 1, done 1                         use 0, ready 0, done 0
+keep root, done root                  ready root, done root
 
-    event    meaning
-    -----    -----------------------------------------------------------------------------------
-    use      a module starts to compute with the full weights
-    named    the user has chosen what to prefetch at the preceding `use`: the units of the `ahead` events that follow
-    ahead    the user has asked to prefetch this unit at the preceding `use`
-    keep     the full weights stay: after a forward or a recomputation until its backward or the next forward, after
-             a backward until `reshard`
-    done     the module has finished computing with the full weights
-    offer    modules of the unit may now write gradients of their parameters directly into buffers
-    write    a module is about to write a gradient
-    ready    the gradients of this backward are complete, and are reduced
-    later    the gradients of this backward are complete, and wait for another backward
-
-Two passes are considered equal if their traces are equal.
+event    meaning
+-----    -----------------------------------------------------------------------------------
+use      a module starts to compute with the full weights
+named    the user has chosen what to prefetch at the preceding `use`: the units of the `ahead` events that follow
+ahead    the user has asked to prefetch this unit at the preceding `use`
+keep     the full weights stay: after a forward or a recomputation until its backward or the next forward, after
+         a backward until `reshard`
+done     the module has finished computing with the full weights
+offer    `main_grad` of parameters is set, so that modules can add gradients to it
+write    a module is about to write the first gradient into the buffer of a group
+ready    the gradients of this backward are complete, and are reduced
+later    the gradients of this backward are complete, and wait for another backward
 """
 
 from dataclasses import dataclass
@@ -31,10 +29,10 @@ from typing import NamedTuple
 class Event(NamedTuple):
     """One event. `unit`: the unit's number. `detail` is 0, except in these events:
 
-    - `use`: 1 in a backward, if forward and backward use different copies of the unit's weights.
+    - `use`: 1 if a backward uses the unit and reads another copy of its weights than forward (and than recomputations).
     - `keep`: 1 after a backward that does not free the weights.
     - `done`: 1 in a forward, or a recomputation, that a backward follows.
-    - `ready`: 1 if reductions also run over the outer axis, if there is one, as in a step's last backward.
+    - `ready`: 1 if an optimizer step may follow: the reductions then also run over the outer axis of a 2-D mesh.
     - `offer`: 1 if gradients wait for another backward.
     - `write`: n, the index of the group among the unit's groups, or -1 - n if its gradients wait for another backward.
     """

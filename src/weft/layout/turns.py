@@ -72,7 +72,7 @@ class ReductionOrder(ABC):
         """Whether `most_alive` is enforced. False without streams in a backward that may include other models: there, a
         wait for room could deadlock with another rank, which waits for this one in another model."""
         self.ready_order: list[int] = []
-        """The units whose gradients were ready in this backward, in order."""
+        """Of the units that need a turn (`waits_for_turn`), those that were ready in this backward, in order."""
         self.waiting: set[int] = set()
         """The units that are packed and wait for their turn."""
         self.has_new_turns = False  # whether the latest backward began with other turns than the one before it
@@ -117,7 +117,7 @@ class ReductionOrder(ABC):
 
     @abstractmethod
     def finish_group(self, unit: int, group: Any, under_way: Any) -> None:
-        """Wait for the reductions with the handle `under_way`, and free the memory of the group's gradients."""
+        """Wait for the reductions with the handle `under_way`, and free their memory."""
 
     # --- the rules ----------------------------------------------------------------------------------------------------
 
@@ -143,8 +143,9 @@ class ReductionOrder(ABC):
         self.order = tuple(self.ready_order) or self.order
 
     def ready(self, unit: int) -> bool:
-        """Start to reduce the gradients of `unit`, which are ready, if it is their turn or if they need no turn.
-        Otherwise pack them. Return whether there is an agreed order and `waits_for_turn(unit)` is true."""
+        """Pack the gradients of `unit`, which are ready. Start each turn that is due now: all its units are ready, and
+        it is next in the order or its units need no turn (`waits_for_turn`). Return True if there is an agreed order
+        and `unit` needs a turn, otherwise False."""
         if self._turns is None or not self.waits_for_turn(unit):
             turn = next((each for each in self._turns or () if unit in each), (unit,))
             if len(turn) > 1:

@@ -1,8 +1,8 @@
 """Computes plans by simulating the engine: the memory that it allocates and frees at each event of a step.
 
-The simulation applies the engine's rules, `layout.gathers` and `layout.turns`, to units that are only numbers of
-bytes, without a process group, a tensor or a device. At the end of a pass it starts the remaining reductions,
-finishes all reductions, and frees all weights that are not kept for a later pass.
+The simulation applies the rules of the engine (`layout.gathers`, `layout.refreshes`, `layout.turns`) to units that are
+only numbers of bytes, without a process group, a tensor or a device. At the end of a pass it starts the remaining
+reductions, finishes all reductions, and frees all weights that are not kept for a later pass.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,7 +16,7 @@ from weft.layout.trace import Event, Trace
 from weft.layout.turns import Due, ReductionOrder
 
 PASSES = ("forward", "accumulation", "forward", "backward", "evaluation", "schedule")
-"""The order of the passes of a step. Passes without a trace are skipped."""
+"""The order of the passes of a step. Passes without a trace are skipped; without accumulation, so is one forward."""
 
 
 class _Holder(str):
@@ -190,7 +190,7 @@ class Walk:
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Simulate a training step: each pass of `PASSES` that has a trace. It starts with the memory that the previous
+        """Simulate a step: each pass of `PASSES` that has a trace. It starts with the memory that the previous
         step has left. Afterwards, `steps` (its events), `collectives` and `peak` describe only this step."""
         self.steps, self.collectives, self.peak = [], [], dict(self.live)
         known = [kind for kind in PASSES if kind in self._traces]
@@ -283,7 +283,7 @@ class Walk:
 
 
 class _Refreshes(RefreshOrder):
-    """Simulated updates of model weights. `fresh`: the units whose model weights were updated in this step."""
+    """Simulated updates of model weights. `fresh`: the units that were updated since the latest optimizer step."""
 
     def __init__(self, walk: Walk) -> None:
         super().__init__()
@@ -391,7 +391,7 @@ class _Gradients(ReductionOrder):
 
 
 def compile_plan(traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits, **known: Any) -> Plan:
-    """Return the plan of a training step. `traces`: a trace for each kind of pass (see `PASSES`). `units`: the facts of
+    """Return the plan of a step. `traces`: a trace for each kind of pass (see `PASSES`). `units`: the facts of
     the units, in the order of their numbers. `known`: fields of the plan not computed here, such as `off_plan`."""
     walk = Walk(traces, units, limits)
     walk.step()

@@ -93,7 +93,8 @@ class Members:
             )
 
     def groups(self) -> list[ParameterGroup]:
-        """Fill meta tensors (`materialize`). Return the parameter groups, those of tensor-parallel slices first."""
+        """Fill meta tensors (`materialize`), and move CPU buffers to the device. Return the parameter groups, those of
+        tensor-parallel slices first."""
         request, device = self._request, self._request.device
         for mesh in dict.fromkeys([request.mesh, *(each.mesh for each in self._own)]):
             here = {each.original: each.slot for each in self._own if each.mesh == mesh}
@@ -121,7 +122,8 @@ class Members:
         return groups
 
     def register(self, unit: Unit) -> None:
-        """Replace the original parameters with the sharded ones of `unit`, which was made from `groups()`."""
+        """Replace the original parameters with the sharded ones of `unit`, which was made from `groups()`. Broadcast
+        their values from the first replica to the others."""
         for group, members in zip(unit.groups, self._members):
             for record, member in zip(group.parameters, members):
                 record.stands_for(member.original)

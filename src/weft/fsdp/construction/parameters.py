@@ -166,8 +166,8 @@ def recipe_of(
 
 
 def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisionPolicy) -> dict[nn.Parameter, Slot]:
-    """If `policy` quantizes, dequantize parameters whose class overrides `dequantize`. Return the new `slots`. The new
-    parameters have the attributes that were set on the old ones."""
+    """If `policy` quantizes, replace parameters whose class overrides `dequantize` with dequantized ones, also in their
+    modules. Return the new `slots`. The new parameters have the attributes that were set on the old ones."""
     if policy.param_quantization is None:
         return slots
     found = {}

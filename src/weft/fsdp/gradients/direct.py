@@ -64,10 +64,10 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     If the second value is False, overwrite the whole buffer, which is uninitialized; otherwise add to it. The buffer
     has the parameter's shape or, with tensor parallelism, the shape of this rank's slice. Its dtype is
     `main_grads_dtype` if gradients of several backwards accumulate before they are reduced, or if `reduce_dtype` has a
-    smaller range than the computation's dtype; otherwise `reduce_dtype`. Call this function once before each write. You
-    may call it until the reduction of the unit's gradients starts, usually at the end of the unit's backward. Return
-    None to autograd as the gradient of the parameter. Gradients from other uses of the parameter are added to the
-    buffer.
+    smaller range than the computation's dtype (bfloat16 has a slightly smaller one than float32); otherwise
+    `reduce_dtype`. Call this function once before each write. You may call it until the reduction of the unit's
+    gradients starts, usually at the end of the unit's backward. Return None to autograd as the gradient of the
+    parameter. Gradients from other uses of the parameter are added to the buffer.
 
     `parameter`: the full parameter that forward used, or its sharded parameter. For a parameter that is in no unit, the
     buffer is its `.grad`. Raises ValueError for a frozen parameter.

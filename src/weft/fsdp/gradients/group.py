@@ -9,6 +9,9 @@
         the reduce dtype has less range than the compute dtype
     **  over the outer axis only
 
+During a reduction, `packed` or `summed` in another dtype has a copy in the reduce dtype, and some transports need a
+buffer for the gradients of other ranks.
+
 `TRANSITIONS` has the states of a group's gradients. `weft.fsdp.gradients.main` describes when the user owns `main`, and
 when the engine owns it.
 """
@@ -107,7 +110,7 @@ class GroupGradients:
     # --- gradients that modules write ---------------------------------------------------------------------------------
 
     def offer(self, pool: Pool, *, defer: bool) -> None:
-        """Set `main_grad` of the parameters in `declared`: zeros, or the sum of their gradients so far."""
+        """Set `main_grad` of the trainable parameters in `declared`: zeros, or the sum of their gradients so far."""
         for each in self.declared:
             if not each.full.requires_grad:
                 continue
@@ -194,8 +197,8 @@ class GroupGradients:
     def reduce(self, channels: Channels, scale: float, *, channel: int, finishes: bool) -> Ticket:
         """Start to reduce the packed gradients, over one mesh axis after another, into the main gradients. `scale`: the
         factor of the sum. `channel`: the channel number of the messages (`weft.comm.groups`). `finishes=False`: on a
-        2-D mesh, reduce only over the shard axis, because more microbatches follow. Returns the ticket of the last
-        reduction or, with CPU offload, of the download that follows."""
+        2-D mesh, reduce only over the shard axis, and leave the outer axis to a later backward. Returns the ticket of
+        the last reduction or, with CPU offload, of the download that follows."""
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = finishes or len(self._stages) == 1
         ticket: Ticket | None = None

@@ -106,7 +106,8 @@ class MainGradients:
         return main
 
     def window(self, start: int, stop: int) -> torch.Tensor:
-        """Return this rank's gradients of the layout's elements `[start, stop)`. Equal calls return the same tensor."""
+        """Return this rank's gradients of the layout's elements `[start, stop)`. Equal calls return the same tensor
+        until the buffer moves."""
         assert self.buffer is not None, "there are no gradients yet"
         if (start, stop) not in self._windows:
             self._windows[start, stop] = self.buffer.within(start, stop)

@@ -10,11 +10,11 @@ product          operands                                                `beside
 The weight gradients of all four are computed from operands that are not quantized. With `compute="scaled"`, modules see
 quantized full weights: float8 parameters. They are views of the codes in a group's full weights, one byte per element:
 
-    | e4m3 codes of all weights, in the order of the layout | scales |
+    | codes of all weights, in the order of the layout | scales of blocks | transposed codes, if the recipe keeps them |
 
-Their gradients have the compute dtype. `F.linear` and `F.grouped_mm` find a weight's scales by its parameter. Other
-operators that read values raise TypeError, because codes have no meaning without scales. The exception is a 2-D
-`gradient @ weight` with gradients disabled, as in a custom backward.
+The gradients of these parameters have the compute dtype. `F.linear` and `F.grouped_mm` find a weight's scales by its
+parameter. Other operators that read values raise TypeError, because codes have no meaning without scales. The exception
+is a 2-D `gradient @ weight` with gradients disabled, as in a custom backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -216,5 +216,5 @@ def mark_scaled(parameters: Sequence[nn.Parameter], recipe: Recipe) -> None:
 
 
 def is_scaled(weight: Any) -> bool:
-    """Return whether `weight` is quantized and products multiply its codes, without dequantizing it."""
+    """Return whether `weight` stays quantized while modules use it, as with `compute="scaled"`."""
     return issubclass(type(weight), Scaled)

@@ -12,7 +12,7 @@ Larger units, and units whose weights cannot share a message (`ParameterGroup.fi
     the first unit of A         A, once per pass; units that are gathered already, or lack memory, drop their result
     another unit of A           nothing: it stays gathered until its use (forward or backward) or the pass has ended
     a unit of A again           that unit alone: its memory was freed after the first use
-    nothing, but others need A  A, and drops the result: this rank may be in another pass
+    nothing, but others need A  A, if the transport has the capability `helpers`, and drops the result
 
 The buckets depend only on the model, its options and the transport. They are the same on all ranks, even if the ranks
 run different units: ranks that need different units of a bucket send the same message. Units are gathered one by one in

@@ -1,7 +1,7 @@
 """Lets a rank join gathers that other ranks wait for, although this rank does not need the weights.
 
-The hang detector watches weft's waits. With `check_collectives`, from the first pass on, it also calls the functions
-that join these gathers.
+The hang detector watches weft's waits. With `check_collectives` and a transport that has the capability `helpers`, it
+also calls, from the first pass on, the functions that join these gathers.
 """
 
 import functools

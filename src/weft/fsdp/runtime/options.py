@@ -30,19 +30,20 @@ class Captures(Protocol):
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """The options of a model's runtime. The root's options apply to all its units.
+    """The options of a model's runtime. The root's options apply to all units of the model.
 
     - `separate_all_gather_group`: use separate communicators for gathers, so that gathers overlap with reductions.
       True: copies of the mesh's process groups. A list: process groups with the same ranks, to use in place of copies.
     - `allocator`: "trace" records the first step, and then places buffers in two slabs: one allocation for weights, one
       for gradients. "caching" allocates each buffer with torch's allocator before each use, and frees it after.
-    - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: the next unit or bucket; in
-      a schedule, two units.
+    - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. A bucket is gathered whole if one of
+      its units is within this number. None: the next unit or bucket; in a schedule, two units.
     - `bucket_bytes`: adjacent units of at most this total size may share a message (0: none do). None: an eighth of the
       model, but at least the transport's latency times its bandwidth, and at most four times this product.
     - `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit
       whose backward runs. Units that share a message count as one. Gradients that wait for another backward or for
       their turn do not count. With 2, one unit is reduced while the next computes. With 1, there is no such overlap.
+      On the CPU, a backward that may include several models does not have this limit.
     - `check_collectives`: after each backward that reduces gradients, the ranks compare their collectives, and agree on
       which parameters have gradients. False: they skip this exchange, in which hosts wait for each other. In that case,
       every rank must run the same units, and write to the same weights between the passes of a step. A parameter that

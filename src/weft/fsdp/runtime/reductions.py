@@ -82,7 +82,7 @@ class Reductions(ReductionOrder):
             self._note(unit, unit.trainable_groups)
 
     def _note(self, unit: Unit, groups: Sequence[ParameterGroup]) -> None:
-        """Log reductions whose order may differ between ranks. If messages have tags, they are logged when the
+        """Log reductions whose order may differ between ranks. If the unit `is_addressed`, they are logged when the
         gradients are ready, otherwise when the reductions start."""
         for group in groups:
             self.agreement.note(unit.number, "reduction", group.gradients.sent)
@@ -124,7 +124,7 @@ class Reductions(ReductionOrder):
     # --- methods that `ReductionOrder` describes and calls ------------------------------------------------------------
 
     def due(self, unit: int) -> Due | None:
-        """Return the reduction of `unit`, unless it is deferred or `check_collectives` is not set."""
+        """Return the reduction of `unit`. None if it has none or defers it, or if `check_collectives` is not set."""
         groups = self._units[unit].trainable_groups
         if not groups or not self.agreement.checks or self.defers(self._units[unit]):
             return None
@@ -135,7 +135,7 @@ class Reductions(ReductionOrder):
         return self._units[unit].trainable_groups
 
     def waits_for_turn(self, unit: int) -> bool:
-        """Return whether `unit` waits for its turn: only if its messages have tags and `check_collectives` is set."""
+        """Return whether `unit` waits for its turn: if `check_collectives` is set and the unit `is_addressed`."""
         return self.agreement.checks and self._units[unit].is_addressed
 
     def has_buffer(self, unit: int, group: ParameterGroup) -> bool:

@@ -262,7 +262,7 @@ class Runtime(Shared):
         self._publish()  # last: it runs the user's hooks, which must find all units at rest and may begin a pass
 
     def _go_to_rest(self) -> None:
-        """Free the memory of all units, and plan it again if the pass deviated from the plan."""
+        """Free the memory of all units without holders, and plan it again if the pass deviated from the plan."""
         self._helper.collect()
         self._come_to_rest(None, complete=self._depth == 0)
         self.planner.end_pass()
