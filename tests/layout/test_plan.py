@@ -86,6 +86,15 @@ def test_no_more_than_the_budget_is_gathered_ahead(step):
     assert all(entry.weights <= 2 * held for entry in plan.steps), "the unit in use, and one that stays for the next"
 
 
+def test_a_bundle_that_does_not_fit_into_the_budget_as_a_whole_is_not_gathered_ahead():
+    bundles = [(), (1, 2), (1, 2), (3, 4), (3, 4)]
+    facts = [UnitFacts(str(number), (100,), 100, bundle=bundle) for number, bundle in enumerate(bundles)]
+    uses = tuple(Event(what, number) for number in range(5) for what in ("use", "done"))
+    for budget, ahead in ((199, 0), (200, 200), (399, 200), (400, 400)):
+        plan = compile_plan({"forward": Trace("forward", uses)}, facts, Limits(budget))
+        assert plan.steps[0].weights == 100 + ahead
+
+
 def plan_of(facts: list[UnitFacts], **events: str) -> Plan:
     """The plan of passes whose events are written as "use 0, done 0 1"."""
 

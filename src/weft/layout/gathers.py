@@ -15,8 +15,8 @@
 
 If a pass deviates from its trace, it gathers on demand from then on: predictions change speed, never results. Without a
 byte budget, a schedule gathers further ahead than other passes. A byte budget limits the total size of the units that
-are gathered ahead, each counted once, but a bundle is gathered whole if one of its units is within the budget. The
-runtime applies these rules to units, and `layout.walk` applies them to numbers of bytes.
+are gathered ahead, each counted once. The runtime applies these rules to units, and `layout.walk` applies them to
+numbers of bytes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -257,17 +257,22 @@ class GatherOrder:
 
     def _behind(self, in_use: Collection[int], upcoming: Iterable[int]) -> Iterator[int]:
         """Yield the units to gather ahead while the units `in_use` are used. `upcoming`: the next units in the trace.
-        Further uses of `in_use` at the beginning of `upcoming` are skipped."""
-        spent, seen = 0, set()
+        Further uses of `in_use` at the beginning of `upcoming` are skipped. With a budget, the first unit of a bundle
+        counts as the whole bundle, which comes with it."""
+        spent, seen, counted = 0, set(), set(in_use)
         following = dropwhile(in_use.__contains__, upcoming)
-        depth = SCHEDULED_AHEAD if self.current.kind == "schedule" else 1
+        alone = self.current.kind == "schedule"  # a schedule gathers each unit of a bundle alone
+        depth = SCHEDULED_AHEAD if alone else 1
         for number in following if self.budget is not None else islice(following, depth):
             if number in seen:
                 continue
             seen.add(number)
-            spent += self._units[number].gathered_bytes
-            if self.budget is not None and spent > self.budget:
-                return
+            if self.budget is not None:
+                coming = {number, *(() if alone else self._message_of(number))} - counted
+                counted |= coming
+                spent += sum(self._units[each].gathered_bytes for each in coming)
+                if spent > self.budget:
+                    return
             yield number
 
     def _choose_copy_ahead(self, unit: Gathered) -> None:

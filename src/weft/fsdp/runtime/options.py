@@ -36,8 +36,8 @@ class RuntimeOptions:
       True: copies of the mesh's process groups. A list: process groups with the same ranks, to use in place of copies.
     - `allocator`: "trace" records the first step, and then places buffers in two slabs: one allocation for weights, one
       for gradients. "caching" allocates each buffer with torch's allocator before each use, and frees it after.
-    - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. A bucket is gathered whole if one of
-      its units is within this number. None: the next unit or bucket; in a schedule, two units.
+    - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: the next unit or bucket; in
+      a schedule, two units.
     - `bucket_bytes`: adjacent units of at most this total size may share a message (0: none do). None: an eighth of the
       model, but at least the transport's latency times its bandwidth, and at most four times this product.
     - `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit
