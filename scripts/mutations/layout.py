@@ -77,7 +77,7 @@ MUTATIONS = [
     Mutation(
         "prefetch_bytes is ignored",
         "GatherOrder._behind",
-        "self.budget is not None and spent > self.budget",
+        "spent > self.budget",
         "False",
         ORDER + "test_a_budget_of_bytes_says_how_far_ahead_gathers_go[2]",
     ),

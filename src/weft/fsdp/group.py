@@ -184,8 +184,8 @@ class ParameterGroup:
 
     @property
     def is_written(self) -> bool:
-        """Whether the main weights have changed since gathered or model weights were made from them or, if the model
-        weights are outdated, since the ranks agreed on maxima for their update."""
+        """`is_stale` or, if the model weights are outdated, whether the main weights have changed since the ranks agreed
+        on the maxima for the next update. False if the update needs no maxima."""
         return self.payload.made_from(self.version) != self.version if self.is_outdated else self.is_stale
 
     def outdate(self, *, agreed: bool = False) -> None:

@@ -1,10 +1,10 @@
 """Differentiable collectives of context and tensor-parallel ranks: all-gather, reduce-scatter and all-to-all.
 
-            start_gathering(...)         other computation    finish(), the returned function
-forward     starts the all-gather        overlaps             waits for it
-backward    waits for the reduce-scatter overlaps             starts the reduce-scatter of gradients
+                         start_gathering(...)            other computation    a call of the returned function
+forward, left to right   starts the all-gather           overlaps             waits for the all-gather
+backward, right to left  waits for the reduce-scatter    overlaps             starts the reduce-scatter of gradients
 
-Context ranks use the lane (communication queue) "context". Tensor-parallel ranks use the lane "tensor".
+`start_exchanging` does the same with an all-to-all in each direction. Context ranks use the lane (communication queue) "context". Tensor-parallel ranks use the lane "tensor".
 """
 
 from collections.abc import Callable, Sequence

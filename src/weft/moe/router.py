@@ -246,8 +246,9 @@ class Router(nn.Module):
         return _best(scores, self.top_k)
 
     def _means(self, logits: Tensor, scores: Tensor, batch: int, seq: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return, for this rank, each expert's mean share of a token's scores, [batch, num_experts], and the z-loss
-        times its coefficient. Each is None if its coefficient is 0."""
+        """Return two results for this rank's tokens. The first: each expert's share of a token's scores, averaged over
+        the tokens of each sequence, [batch, num_experts]; None if `aux_loss_coef` is 0. The second: the z-loss times
+        `z_loss_coef`; None if `z_loss_coef` is 0."""
         # Sums divided by counts, not means: a rank without tokens has a loss of 0, not NaN.
         mean = squares = None
         if self.aux_loss_coef:

@@ -45,10 +45,11 @@ _WITH_EFFECT = (
 
 
 def move(microbatch: Any, device: torch.device) -> Any:
-    """Return the microbatch with its tensors on the device, even if nested in lists, tuples, dicts or dataclasses.
+    """Return the microbatch with its tensors on the device, even if nested in dataclasses, in a `UserDict`, or in
+    containers that torch's pytree knows, such as lists, tuples and dicts.
 
     A mapping or tuple with a method `to`, such as a tokenizer's batch or a packed sequence, is moved by this method.
-    Tensors in objects of other classes are not moved.
+    Tensors in other objects are not moved.
     """
     return tree_map(partial(_moved, device=device), microbatch, is_leaf=_moves_itself)
 

@@ -1,9 +1,9 @@
 """Coordinates the models of a process in a backward, which may go through several models.
 
 A callback of autograd ends the backward of each model, in the same order on all ranks. If the backward fails, autograd
-drops the callback without calling it. Event counters show whether the backward may include several models. If so, and
-if the device has no streams, the limit on live gradient buffers is not enforced (`ReductionOrder.waits_for_room`).
-Otherwise, a rank that waits for room in one model could deadlock with a rank that waits in another model.
+drops the callback without calling it. If the backward may include several models, and if the device has no streams, the
+limit on live gradient buffers is not enforced (`ReductionOrder.waits_for_room`), because a rank that waits for room in
+one model could deadlock with a rank that waits in another model.
 """
 
 import itertools
