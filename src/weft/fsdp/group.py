@@ -184,8 +184,8 @@ class ParameterGroup:
 
     @property
     def is_written(self) -> bool:
-        """`is_stale` or, if the model weights are outdated, whether the main weights have changed since the ranks agreed
-        on the maxima for the next update. False if the update needs no maxima."""
+        """`is_stale` or, if the model weights are outdated, whether the main weights have changed since the ranks
+        agreed on the maxima for the next update. False if the update needs no maxima."""
         return self.payload.made_from(self.version) != self.version if self.is_outdated else self.is_stale
 
     def outdate(self, *, agreed: bool = False) -> None:

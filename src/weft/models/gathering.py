@@ -4,7 +4,8 @@
 forward, left to right   starts the all-gather           overlaps             waits for the all-gather
 backward, right to left  waits for the reduce-scatter    overlaps             starts the reduce-scatter of gradients
 
-`start_exchanging` does the same with an all-to-all in each direction. Context ranks use the lane (communication queue) "context". Tensor-parallel ranks use the lane "tensor".
+`start_exchanging` does the same with an all-to-all in each direction. Context ranks use the lane (communication queue)
+"context". Tensor-parallel ranks use the lane "tensor".
 """
 
 from collections.abc import Callable, Sequence

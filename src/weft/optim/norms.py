@@ -238,8 +238,8 @@ def _total(groups: Sequence[ParameterGroup], norm_type: float) -> torch.Tensor:
 
 
 def _pieces_of(group: ParameterGroup) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup | None]]:
-    """Yield this rank's gradients in pieces, each with the process group of the ranks that have the slices of the same
-    tensors (see `ModelRanks.beyond`), or None. The pieces are empty tensors if `group` has no gradients."""
+    """Yield this rank's gradients of `group` in pieces, each with the process group over whose ranks tensor parallelism
+    slices the parameters of the piece, or None. The pieces are empty tensors if `group` has no gradients."""
     main = group.gradients.main
     present = main.take_over() is not None
     nothing = torch.empty(0, dtype=group.recipe.main, device=group.home)

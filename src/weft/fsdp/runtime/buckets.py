@@ -44,7 +44,7 @@ class Bucket:
         """A group with two copies of its weights, if there is any."""
         dtypes = {group.payload.dtype for unit in units for group in unit.groups}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        self._name = " to ".join(unit.name or "the root" for unit in (units[0], units[-1]))
+        self._name = " to ".join(unit.name or "root" for unit in (units[0], units[-1]))
 
     @property
     def group(self) -> dist.ProcessGroup:

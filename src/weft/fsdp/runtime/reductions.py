@@ -166,7 +166,7 @@ class Reductions(ReductionOrder):
         for unit in units:
             if not unit.is_addressed:
                 self._note(unit, unit.trainable_groups)
-        with profiled(" to ".join(unit.name or "the root" for unit in (units[0], units[-1])), "reduce"):
+        with profiled(" to ".join(unit.name or "root" for unit in (units[0], units[-1])), "reduce"):
             outputs, partials, adds = zip(*[group.gradients.open_reduction() for group in groups])
             return self._channels.reductions.run(
                 reduce_scatter_bundle, outputs, partials, scales, adds, lead.groups[-1], channel=lead.channel
