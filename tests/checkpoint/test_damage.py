@@ -2,7 +2,9 @@
 
 import os
 import random
+import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 import weft
 from tests.pool import distributed
 from weft.checkpoint import CheckpointError, CheckpointManager, ModelState, inspect, manifest
-from weft.checkpoint.manifest import Manifest
+from weft.checkpoint.manifest import File, Manifest
 
 FILES = [".metadata", "__0_0.distcp", "weft.json"]
 
@@ -69,6 +71,27 @@ def test_the_newest_intact_checkpoint_is_loaded_and_the_damage_is_named(tmp_path
     assert str(damaged) in said and name in said and "damaged" in said and "\n" not in said
     with pytest.raises(CheckpointError, match=r"damaged: .*" + name.replace(".", r"\.")):
         manager.load({"model": {"weight": torch.zeros(8, 8)}, "data": {"position": 0}}, step=2)
+
+
+def test_a_manifest_with_fields_that_no_save_writes_is_refused_even_if_its_checksum_is_right(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    checkpoint = tmp_path / "step-00000001"
+    intact = Manifest.read(checkpoint)
+    data = intact.files["__0_0.distcp"]
+    broken = {
+        "step -1 of 1 ranks": {"step": -1},
+        "step 1 of 0 ranks": {"ranks": 0},
+        "it does not list .metadata": {"files": {"__0_0.distcp": data}},
+        "'x' is not the identity of a run": {"run": "x"},
+        "a checksum is not a SHA-256": {"files": {**intact.files, "__0_0.distcp": File(data.bytes, ("x",))}},
+    }
+    for said, fields in broken.items():
+        replace(intact, **fields).write(checkpoint)
+        with pytest.raises(CheckpointError, match=re.escape(said)):
+            Manifest.read(checkpoint)
+    monkeypatch.setattr(manifest, "_LARGEST", 10)
+    with pytest.raises(CheckpointError, match=r"it has \d+ bytes"):
+        Manifest.read(checkpoint)
 
 
 @pytest.mark.slow

@@ -601,6 +601,15 @@ def test_debris_is_ignored_and_removed_by_the_next_save(tmp_path):
     assert names == [".lock", ".run", "notes", "step-00000001", "step-00000002"]
 
 
+def test_a_manager_that_would_keep_nothing_and_two_entries_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="keep=0: at least one checkpoint must be kept"):
+        CheckpointManager(tmp_path, keep=0)
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(ValueError, match=r"two entries of the state have the key 'a\.b\.c'"):
+            manager.save(1, {"a": {"b.c": 1, "b": {"c": 2}}})
+        assert manager.steps() == []
+
+
 def test_a_step_is_never_overwritten(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"numbers": {"value": torch.ones(2)}})
