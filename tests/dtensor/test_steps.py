@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -420,3 +421,16 @@ def test_parameters_of_several_devices_are_left_to_torch():
     with torch.no_grad():
         assert steps._dtype_on_cpu([here, here], ([here, here],), options) == torch.float32
         assert steps._dtype_on_cpu([here, there], ([here, there],), options) is None
+
+
+def test_a_parameter_is_stepped_whole_if_its_buffer_begins_its_counter_is_shared_or_a_part_is_not_contiguous():
+    one, other, counter = torch.zeros(10), torch.zeros(10), torch.zeros(())
+    counts = partial(steps._piece_counts, size=4, creates=True)
+    assert counts([[one, other], [counter, counter.clone()]]) == [3, 3]
+    assert counts([[one, other], [counter, counter]]) == [3, 1]
+    assert counts([[one, other], [torch.zeros(10, 2)[:, 0], torch.zeros(10)]]) == [1, 3]
+    assert counts([[one, other], [None, torch.zeros(10)]]) == [1, 3]
+    assert counts([[one, other], [None, None]], creates=False) == [3, 3]
+    first, *later = steps._divided([one, None, counter], [3, 3, 3], 4)[-3:]
+    assert first is counter and all(each is not counter for each in later), "a step increments each counter once"
+    assert steps._divided([one, None], [3, 3], 4)[3:] == [None] * 3
