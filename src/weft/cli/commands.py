@@ -142,8 +142,8 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Convert a directory of Hugging Face files to one in weft's own format, or a directory in weft's own format, a run
-    or a checkpoint to Hugging Face files."""
+    """Convert a model to or from the format of Hugging Face. A directory of Hugging Face files becomes a directory in
+    weft's own format. A directory in weft's own format, a run or a checkpoint becomes Hugging Face files."""
     from weft.checkpoint.manifest import MANIFEST
     from weft.models import HybridModel, hf
     from weft.train.run.runs import CHECKPOINTS

@@ -65,7 +65,7 @@ def start(options: argparse.Namespace) -> int:
 
 def _find_configuration(options: argparse.Namespace) -> str:
     """Return the path of the configuration that `--example`, CONFIG.toml or `--resume` names. Also set
-    `options.config` to this path, unless it is in the run that `--resume` names."""
+    `options.config` to this path, but leave it at None for the configuration of the run that `--resume` names."""
     from weft.checkpoint.storage import require_exists
     from weft.train.config import ConfigError
     from weft.train.run.runs import CONFIG, refuse_no_run, refuse_other_directories, run_directory
@@ -118,8 +118,8 @@ def _check_ranks(options: argparse.Namespace, place: "Place | None") -> None:
 
 
 def _check_weights(options: argparse.Namespace, config_path: str) -> None:
-    """Add `--from` to the overrides. Raise ConfigError if a resumed run is given weights, unless `--resume-or-start`
-    decides whether the run resumes."""
+    """Add `--from` to the overrides. Raise ConfigError if weights are given for a run that resumes. With
+    `--resume-or-start`, weights are allowed, because the run may start anew."""
     from weft.train.config import ConfigError, load_config
 
     if options.weights is not None:
@@ -156,7 +156,7 @@ def _local_devices() -> int:
 
 
 def _command(options: argparse.Namespace, *, configured: bool = True) -> str:
-    """Return the command line that resumes this run if `resuming` adds --resume to it.
+    """Return the command line that resumes this run, but without --resume, which `resuming` adds.
 
     If `configured` is False, the command line names no configuration and no settings, so that it resumes any run with
     the run's own configuration. --from is left out, because only new runs load weights. --trust is left out too.

@@ -87,8 +87,8 @@ class Buffers:
         return (known[name] for name in self._names.values())
 
     def prepare_load(self, stored: Mapping[str, Any]) -> None:
-        """Record whether the checkpoint holds the buffers of every rank. `stored`: the entries of these buffers. If it
-        is empty, `load_state_dict` does nothing, and every rank keeps the buffers that were loaded with the model."""
+        """Record whether the checkpoint holds the buffers of every rank. `stored`: the checkpoint's entries for them.
+        If it has none, `load_state_dict` does nothing: every rank keeps the buffers that were loaded with the model."""
         self._are_absent = not stored
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,6 +100,6 @@ class Buffers:
             buffer.copy_(state["buffers"][name])
 
     def load_from_other_ranks(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
-        """Load `state`, the buffers that rank 0 saved. Called on every rank if another number of ranks saved the
-        checkpoint."""
+        """Load `state`, the buffers that rank 0 saved. Called on every rank if the number of ranks has changed since
+        the save."""
         self.load_state_dict(state)

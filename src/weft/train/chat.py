@@ -2,8 +2,8 @@
 
 A template is written in Jinja. It is the file `chat_template.jinja`, or `chat_template` in tokenizer_config.json. Text
 between {% generation %} and {% endgeneration %} counts as written by the assistant. For a template without these tags,
-a conversation is rendered twice for each message of the assistant. The first rendering ends with the generation prompt
-in place of that message, the second with the message. Text that is only in the second counts as the assistant's text.
+a conversation is rendered twice for each message of the assistant. The first rendering stops before the message, and
+ends with the generation prompt. The second ends with the message. The text that the second adds is the assistant's.
 """
 
 import json
@@ -63,9 +63,9 @@ class ChatTemplate:
     def spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text, and the ranges (begin, end) of the characters that the assistant writes.
 
-        Raises ConfigError if the template rejects the messages, or if the ranges cannot be determined. The latter can
-        happen only with a template that has no {% generation %}: if it renders a message differently when other
-        messages follow, or if a rendered answer does not begin with the generation prompt.
+        Raises ConfigError if the template rejects the messages. For a template without {% generation %}, also raises
+        ConfigError in two cases: a message is rendered differently when other messages follow, or a rendered answer
+        does not begin with the generation prompt.
         """
         if self.marks:
             return _unmarked(self._marked(messages, False))

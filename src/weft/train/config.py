@@ -126,8 +126,8 @@ class TrainConfig:
 
     @property
     def _own_chunks(self) -> int:
-        """The number of pipeline stages on each rank according to `sharding.chunks` or, if that is unset, the segments
-        of the pattern. 0 if neither determines the number, so that the schedule's default applies."""
+        """The number of pipeline stages on each rank. `sharding.chunks` determines it. If `sharding.chunks` is unset,
+        the segments of the pattern do. For a pattern without segments, 0: the schedule's default then applies."""
         segments = len(self.hybrid.parsed.segments)
         return self.sharding.chunks or (max(1, segments // self.sharding.pp) if segments > 1 else 0)
 
@@ -154,8 +154,8 @@ class TrainConfig:
         - `train.overlap` with only one microbatch per step on each rank
         - a weight, the tokens of a microbatch or the positions of a step's sequences that do not fit into memory
         - a tokenizer that cannot be read, or a `model.vocab_size` smaller than its vocabulary
-        - `train.sample` for your own model, for data without a tokenizer, with `pp`, `cp` or `tp` above 1, or without
-          a token
+        - a `train.sample` whose text has no token
+        - any `train.sample` with your own model, data without a tokenizer, or `pp`, `cp` or `tp` above 1
         """
         pp = self.sharding.pp
         fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -212,8 +212,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a configuration from a TOML file. `overrides` such as "train.steps=20" take precedence over the file.
 
     The value of an override is written as in TOML, but text needs no quotes ("run.name=first"). If an override of
-    `train.steps` is too low for `schedule.warmup_steps`, the latter is unset, and `notes` says so. Raises ConfigError
-    for a file that cannot be read, and for unknown or invalid settings.
+    `train.steps` is too low for `schedule.warmup_steps`, unsets the warmup steps, and says so in `notes` of the result.
+    Raises ConfigError for a file that cannot be read, and for unknown or invalid settings.
     """
     try:
         text = read_bounded(path, _LARGEST).decode("utf-8-sig")  # some editors put a byte order mark first
@@ -324,8 +324,8 @@ def _build(section_class: Any, values: Mapping[str, Any], section: str) -> Any:
 
 
 def _unknown(section: str, name: str | None) -> str:
-    """Return the message for an unknown setting or, if `name` is None, an unknown section. The message suggests a
-    similar name or, if there is none, lists the known names."""
+    """Return the message for an unknown setting, or for an unknown section if `name` is None. The message suggests a
+    similar name. If there is none, the message lists the known names."""
     every = {s: [f.name for f in dataclasses.fields(c) if f.init] for s, c in SECTIONS.items()}
     word, known, shown = (section, list(every), "[{}]") if name is None else (name, every[section], section + ".{}")
     homes = [f"{s}.{word}" for s, names in every.items() if word in names]

@@ -424,8 +424,8 @@ def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
     """Train in the default process group, or in this process alone if there is none. Every rank calls this function.
 
     `resume`: True resumes the newest run named `run.name` that has a committed checkpoint. A string is the directory of
-    the run to resume. False starts a new run, but means True if `run.resume` is true. Returns the trainer,
-    whose `model` is trained.
+    the run to resume. False starts a new run or, if the configuration sets `run.resume` to true, has the effect of
+    True. Returns the trainer, whose `model` is trained.
     """
     if not dist.is_initialized():
         begin_alone()

@@ -2,8 +2,8 @@
 
     name                      updates
     a class of torch.optim    every trainable parameter; with `flat`, they are joined in a few flat tensors
-    "Muon"                    matrices that match no pattern of `adamw_for`, each (or each tensor-parallel slice) whole
-                              on one rank; AdamW updates the other trainable parameters
+    "Muon"                    matrices that match no pattern of `adamw_for`; one rank updates a whole matrix, or a whole
+                              tensor-parallel slice of it. AdamW updates the other trainable parameters
     "package.module:Class"    every trainable parameter
 
 Weight decay applies only to parameters with at least two dimensions, such as matrices.
@@ -106,8 +106,8 @@ def configured_options(optimizer: torch.optim.Optimizer, config: OptimizerConfig
 
 
 def check_loaded_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None) -> None:
-    """Raise ConfigError if options of [optimizer] need state that was not loaded into `optimizer`, as amsgrad does.
-    Steps of one element test this, only for the classes in `ELEMENT_WISE`."""
+    """Raise ConfigError if options of [optimizer], such as amsgrad, need state that was not loaded into `optimizer`.
+    Checks only the classes in `ELEMENT_WISE`, with steps on a parameter of one element."""
     loaded = next(((parameter, state) for parameter, state in optimizer.state.items() if state), None)
     if loaded is None or config is None or config.name not in ELEMENT_WISE:
         return
@@ -228,8 +228,8 @@ def _decay_groups(parameters: Iterable[nn.Parameter], decay: float | None, *, in
 
 
 def _options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) -> dict[str, Any]:
-    """Return the options of [optimizer] that `cls` takes, and `fused` where `_FUSED` and `_OTHERWISE` allow it. Raises
-    ConfigError if an option that `cls` does not take differs from its default."""
+    """Return the options of [optimizer] that `cls` takes. Adds `fused` for classes in `_FUSED`, unless an option in
+    `_OTHERWISE` is set. Raises ConfigError if an option that `cls` does not take differs from its default."""
     takes = inspect.signature(cls).parameters
     found: dict[str, Any] = {"lr": config.lr}
     for name in ("betas", "eps", "weight_decay"):

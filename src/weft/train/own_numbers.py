@@ -49,8 +49,8 @@ class OwnNumbers:
         return [float(mark) for part in parts for mark in (part, part * part)]
 
     def means(self, marks: Sequence[float]) -> dict[str, float]:
-        """Return, by name, the mean of each number over those microbatches, on all ranks, for which the loss returned
-        the number. Collective.
+        """Return, by name, the mean of each number over the microbatches of all ranks. Microbatches for which the loss
+        did not return the number do not count. Collective.
 
         `marks`: the sums over ranks of `self.marks()`. Raises ConfigError on all ranks if the names differ between
         ranks.

@@ -110,8 +110,8 @@ class Saves:
             )
 
     def save(self, step: int, *, best_step: int, committed: Callable[[], None]) -> bool:
-        """Save the checkpoint of `step`, unless it is already on disk. Return whether a save was made or, with
-        `checkpoint.asynchronous`, begun.
+        """Save the checkpoint of `step`, unless it is already on disk. Return whether this call saves it. With
+        `checkpoint.asynchronous`, the save may still be running.
 
         `best_step`: with `checkpoint.keep_best`, the step of the best checkpoint, which is kept too. `committed`: as in
         `CheckpointManager.save`.

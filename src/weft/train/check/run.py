@@ -108,7 +108,7 @@ def _microbatch(config: TrainConfig, number: int) -> dict[str, Any]:
 
 
 def _quiet(model: HybridModel) -> HybridModel:
-    """Select the backend "loop" for all experts. In fp64, experts fall back to this backend, but log a warning."""
+    """Select the backend "loop" for all experts. The default backend also runs the loop in fp64, but logs a warning."""
     for module in model.modules():
         if isinstance(module, GroupedExperts):
             module.backend = "loop"

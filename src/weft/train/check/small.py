@@ -1,13 +1,13 @@
 """Shrinks a configuration: the same kinds of layers and mesh axes with smaller sizes.
 
 in the configuration              in the small copy
-sizes split over an axis          few heads, groups, experts or columns per rank; the number of heads per group changes
-                                  only if no smaller number of groups fits
-layers                            one of each kind in each segment; a pattern without segments keeps at least two
-                                  layers, and one for each stage; all layers if settings name layers by number
-more than `_FEW` ranks            at most 2 replicas, shards and expert-parallel ranks, if that fits
+sizes split over an axis          few heads, groups, experts or columns per rank
+heads in groups                   fewer groups of the same size; if no such number fits, as many groups of few heads
+layers                            one of each kind in each segment, but all layers if settings name layers by number;
+                                  a pattern without segments keeps at least two layers, and at least one per stage
+more than `_FEW` ranks            at most 2 replicas, 2 shards and 2 expert-parallel ranks, if that fits
 precision                         fp64, without quantized weights
-router losses                     off with context parallelism: each rank would average over its slices of a row
+router losses                     off with context parallelism, where each rank would average over its part of a row
 compile, graphs, offload,         off: layers use torch's operations
 kernels, capacity of experts
 """

@@ -56,6 +56,6 @@ class Answered:
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Split rows of length + 1 positions into tokens and labels, both int64 `[rows, length]`. The label of a position
-    is the token at the next position, or -100 if that position is padding or its token is marked as not a label."""
+    is the next token, or -100 if the next token is padding or is marked as not a label."""
     tokens = np.where(rows <= WITHOUT, WITHOUT - rows, np.maximum(rows, 0))
     return np.ascontiguousarray(tokens[:, :-1]), np.maximum(rows[:, 1:], WITHOUT + 1)

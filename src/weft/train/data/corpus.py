@@ -86,8 +86,8 @@ def load_corpus(
     runs: str | None = None,
     paths: Sequence[str] | None = None,
 ) -> Corpus:
-    """Tokenize the text that `data` names or, if an earlier call has done so, map its cache files. If `data.kind` is
-    "tokens", your token files are used as they are.
+    """Tokenize the text that `data` names. If an earlier call has done so, map the files in the cache instead. If
+    `data.kind` is "tokens", your token files are used as they are.
 
     Several processes may call this function at the same time with the same cache.
 

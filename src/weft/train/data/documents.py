@@ -297,9 +297,9 @@ Piece = tuple[int, int, int]
 def _split(sizes: list[int], fraction: float) -> tuple[list[Piece], list[Piece]]:
     """Return training and validation pieces, each in file order.
 
-    A small file is one piece. A larger file is cut into pieces of at most 16 MiB and, if only a part is held out, of at
-    most a quarter of the validation text. Pieces are tried in the order of a hash of their number. Those that still fit
-    into the held-out part become validation text.
+    A small file is one piece. A larger file is cut into pieces of at most 16 MiB. If only a part of the text is held
+    out for validation, a piece is also at most a quarter of that part. Pieces are tried in the order of a hash of their
+    number. A piece becomes validation text if it still fits into the held-out part.
     """
     total = sum(sizes)
     limit = min(_LARGEST_PIECE, max(1, int(total * fraction / 4))) if 0 < fraction < 1 else _LARGEST_PIECE

@@ -114,8 +114,8 @@ def check(names: Sequence[str]) -> None:
 def open_loggers(
     names: Sequence[str], folder: Path, resumed_step: int, settings: Mapping[str, Any]
 ) -> tuple[list[Logger], str | None]:
-    """Return the loggers, and a line to print if `names` contains "tensorboard" but TensorBoard is not installed.
-    Otherwise the line is None."""
+    """Return (loggers, line to print). The line is None, unless `names` contains "tensorboard" and TensorBoard is not
+    installed."""
     found: list[Logger] = []
     note = None
     for name in names:

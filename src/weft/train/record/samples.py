@@ -40,8 +40,8 @@ class Samples:
 
 
 class _Agreed(nn.Module):
-    """A model whose last logits are those of rank 0 on all ranks. Ranks whose logits differ by rounding could choose
-    different tokens, and one of them could end its continuation, and its collective calls, before the others."""
+    """A model whose last logits are those of rank 0 on all ranks. With logits that differ by rounding, ranks could
+    choose different tokens. A rank could then end its continuation early, and miss the collectives of the others."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()

@@ -133,8 +133,8 @@ class Account:
         memories: tuple[Any, ...],
         recorded: tuple[list[Interval], ...],
     ) -> None:
-        """Write the report. The tuples have one entry per pipeline rank: its units as text, its memory and its
-        intervals."""
+        """Write the report. `units`, `memories` and `recorded` have one entry per pipeline rank: the text of its units,
+        its memory and its intervals."""
         baseline = self._task.baseline()
         if baseline is not None and position.validation_loss is not None:
             self._say(

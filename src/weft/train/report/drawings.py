@@ -72,8 +72,8 @@ def _stage_figures(folder: Path) -> list[Drawing]:
 
 
 def _rows_saved(loads: list[dict[str, Any]]) -> str:
-    """Return text that states how much less ranks sent because of `model.moe_rows_per = "rank"`, with which a token is
-    sent once to a rank that has several of its experts. Return "" if nothing was saved."""
+    """Return text that states how much less ranks sent because of `model.moe_rows_per = "rank"`, or "" if they sent no
+    less. With this setting, a token is sent only once to a rank that has several of its experts."""
     moved = [rows for record in loads for rows in record.get("exchanged", {}).values()]
     assignments, rows = sum(each[0] for each in moved), sum(each[1] for each in moved)
     return (

@@ -234,8 +234,8 @@ def _mark_resumes(axes: Any, resumed: Sequence[int], theme: Theme, named: bool =
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most `POINTS` points of a curve: all of a short curve, and of a longer one the lowest and the highest
-    finite point of each part."""
+    """Return at most `POINTS` points of a curve. A short curve keeps all points. A longer curve is cut into parts, and
+    keeps the lowest and the highest finite point of each part."""
     size = -(-2 * len(values) // POINTS)
     if size < 2:
         return steps, values

@@ -10,9 +10,9 @@ These SILENT settings change results by more than rounding:
 
 - `sharding.cp` changes the auxiliary losses of routers. If sequences have different numbers of labels,
   `train.microbatch_size` changes the weights of these losses and of the losses of prediction depths.
-- `train.microbatch_size` changes the results of your own model, if it uses dropout or the other rows of a microbatch
-  (BatchNorm). `train.activation_checkpointing` and `train.recompute_every` change the running statistics of BatchNorm.
-  `train.compile` can change which elements dropout drops.
+- `train.microbatch_size` changes the results of your own model if the model has dropout, or if a row of a microbatch
+  affects the results of other rows (BatchNorm). `train.activation_checkpointing` and `train.recompute_every` change the
+  running statistics of BatchNorm. `train.compile` can change which elements dropout drops.
 - `train.validate_every` changes when `train.stop_after` ends the run.
 
 docs/training.md has these rules for users.
@@ -88,7 +88,7 @@ def treatment(setting: str) -> Treatment:
 def changed(directory: Path, config: TrainConfig, step: int, *, own_optimizer: bool = False) -> list[str]:
     """Return lines about changed settings, to print before the run in `directory` resumes from `step` with `config`.
 
-    `own_optimizer`: whether the optimizer is not that of the section [optimizer], so that it has its own learning rate.
+    `own_optimizer`: True if your own code builds the optimizer, so the learning rate is not that of [optimizer].
     Raises ConfigError if settings that must not change have changed. The message names them.
     """
     path = directory / CONFIG

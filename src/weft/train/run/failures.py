@@ -16,7 +16,8 @@ class Interrupted(Exception):
     """Raised if a rank is asked to stop before the first step of a run that starts or resumes."""
 
     def explained(self, step: int | None) -> str:
-        """Return the message, and what is saved. `step`: the step of the run's newest checkpoint; None without one."""
+        """Return text: this error's message, then what is saved. `step`: the step of the run's newest checkpoint; None
+        without one."""
         saved = f"step {step} is still the newest checkpoint" if step else "nothing was trained and nothing was saved"
         return f"{self}; {saved}"
 
@@ -28,7 +29,7 @@ def as_one_line(error: BaseException) -> str:
 
 def in_one_line(error: BaseException) -> str | None:
     """Return a line that explains a CheckpointError, a RunFailed, failed storage or lack of memory. Return None for
-    other errors. Of these, only those that `is_refusal` accepts need no traceback."""
+    other errors. These other errors need a traceback, unless `is_refusal` returns True."""
     if isinstance(error, CheckpointError | RunFailed):
         return str(error)
     if isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE):

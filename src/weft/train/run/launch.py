@@ -68,13 +68,13 @@ def launch(
     - 3: the ranks were asked to stop, and the run has a checkpoint.
     - 4: the ranks were asked to stop before the run had a checkpoint.
 
-    The directory of a new run is removed if, before training began, the run was asked to stop or failed with an error
-    that one line explains. Otherwise the directory stays, for its logs.
+    The directory of a new run is removed in two cases, both before training begins: the run is asked to stop, or fails
+    with an error that one line explains. In all other cases the directory stays, for its logs.
 
     - `resume_command`: printed to stderr after a failure, if there is a checkpoint from which to resume.
     - `restarts`: the maximum number of restarts of all ranks after failures with exit code 1. A restart resumes from
-      the newest checkpoint. If two starts in a row fail with a traceback and the same message, and neither a
-      checkpoint nor a copy in memory was saved in between, the ranks are not restarted again.
+      the newest checkpoint. The restarts end early if two starts in a row fail with a traceback and the same message,
+      and nothing was saved in between, neither on disk nor in memory.
     - `restart_ranks`: the number of ranks after a restart. Default: `ranks`.
     - `keeps_copies`: whether ranks copy their state to memory. A restart resumes from such a copy if the copy is newer
       than the newest checkpoint on disk.

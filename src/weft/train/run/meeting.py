@@ -49,9 +49,9 @@ def meet(
     """Wait until all ranks have connected to the same store. Then call `begin` with the store, and return the store.
 
     `init_method`: the address of the store, file:///… or tcp://host:port. `say`: called during the wait, with lines
-    that name the missing ranks. Raises RunFailed if `meet`, `begin` included, takes longer than `patience` seconds. The
-    message names the missing ranks or the store that does not answer. Rank 0 also raises RunFailed if it cannot listen
-    at the address. Raises Interrupted if this rank or another waiting rank is asked to stop.
+    that name the missing ranks. Raises RunFailed if the wait and `begin` together take longer than `patience` seconds.
+    The message names the missing ranks or the store that does not answer. Rank 0 also raises RunFailed if it cannot
+    listen at the address. Raises Interrupted if this rank or another waiting rank is asked to stop.
     """
     where = urlsplit(init_method)
     wait = _Wait(patience, stop, say, f"the store at {where.netloc or where.path}, which does not answer")
@@ -138,8 +138,8 @@ class _Wait:
     def is_over_for_others(self, withdrawn: bool) -> bool:
         """Return whether another rank has withdrawn for good: `COUNT` was negative in all calls for over a second.
 
-        `withdrawn`: whether `COUNT` is negative now. `COUNT` is also negative for a moment when `_leave` of another
-        rank subtracts, and then adds what it has subtracted.
+        `withdrawn`: whether `COUNT` is negative now. This may last only a moment: if all ranks have arrived, `_leave`
+        of another rank makes `COUNT` negative and then restores it.
         """
         if not withdrawn:
             self.left = None

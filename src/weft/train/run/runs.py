@@ -213,9 +213,9 @@ def resuming(command: str | None, directory: Path) -> str:
 
 
 def remove_if_unused(run: Run) -> None:
-    """Delete the directory of a new run, unless it contains a checkpoint or a file or folder other than configuration,
-    logs, origin and checkpoints. Then delete the parent folders that were created for the run, unless they contain
-    something else."""
+    """Delete the directory of a new run. Keep a directory that contains a checkpoint, or any entry besides the
+    configuration, logs, origin and checkpoints. If the directory is not kept, also delete the parent folders that were
+    created for the run, unless they contain something else."""
     if run.step is not None:
         return
     if run.directory.is_dir():

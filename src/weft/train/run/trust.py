@@ -2,7 +2,7 @@
 
 The config.toml of a run directory may name code, such as `model.factory`, loggers or an optimizer. The code is imported
 without --trust only for directories that this user made on this machine, or in which this user resumed the run with
---trust. Code that the command line names (`--set`) is imported too.
+--trust. Code that the command line names (`--set`) does not need --trust.
 The facts.json of such a directory has a mark: an HMAC of the directory's path and the named code, with a key in the
 user's state folder. Machines that share the state folder count as one. A directory that was copied or moved to another
 path has no valid mark.

@@ -11,10 +11,10 @@ limit asks all others what they are doing, and concludes:
     a rank is not in a collective                the rank hangs there, and the others wait for it
     all are in collectives                       the ranks wait for each other
 
-The hang detector (`weft.comm.watch`) is a separate thread, which tells the watchdog what a rank waits for. The detector
-uses the job's store, because outside of runs the ranks have no other connection. If the host of the store is stopped, a
-request to the store never returns. The watchdog must end the process even then, so it is another thread, which does not
-use the store.
+The watchdog and the hang detector (`weft.comm.watch`) are two threads. The detector tells the watchdog what a rank
+waits for. The detector also works outside of runs, where ranks are connected only by the job's store, so it uses the
+store. If the store's host is stopped, a request to the store never returns. The watchdog must end the process even
+then, so it does not use the store.
 
 The first rank that knows the cause of a hang sends the cause to the other ranks, so that all print the same line. A
 rank that fails sends the cause of its failure too.
@@ -217,7 +217,8 @@ def _computes(frame: tuple[str, int, str]) -> bool:
 
 
 def _standing(thread: int) -> tuple[str, bool]:
-    """Return text that names the current line of a thread, and whether that line is in a collective."""
+    """Return two results. The first: text that names the current line of a thread. The second: whether the line is in
+    a collective."""
     frames, detector = _frames(thread), hang_detector()
     if not frames:
         return "its main thread has ended", False

@@ -13,10 +13,10 @@ from weft.train.errors import ConfigError
 def check_callable(
     name: str, value: Any, arguments: Sequence[str], wanted: str, options: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Raise ConfigError if `value` cannot be called with positional `arguments` and the keyword arguments `options`.
+    """Raise ConfigError if `value` cannot be called with positional arguments and the keyword arguments `options`.
 
-    `name`: the trainer's argument or the setting that has this value. `wanted`: a description of a correct value. Both
-    are for the message. `arguments`: a name for each positional argument, which the message shows too.
+    `arguments`: a name for each positional argument. `name`: the trainer's argument or the setting that has this value.
+    `wanted`: a description of a correct value. All three are for the message.
     """
     if not callable(value):
         raise ConfigError(f"{name}: {told(value)} cannot be called; give {wanted}")

@@ -175,9 +175,9 @@ class Stream:
 
     An iterable with `state_dict` and `load_state_dict` restores itself. Any other iterable is iterated again up to the
     saved position, with the random state from the start of the pass, so that a shuffling loader yields the same order.
-    Such an iterable must be deterministic: for the same random state and, if it has `set_epoch`, the same epoch, it
-    must yield the same microbatches. The random state includes the generators of a loader and of its samplers, but not
-    those of worker processes that persist.
+    Such an iterable must be deterministic: it must yield the same microbatches for the same random state and, if it has
+    `set_epoch`, the same epoch. The random state includes the generators of a loader and of its samplers, but not those
+    of worker processes that persist.
 
     If n ranks saved the position, and n differs from `ranks`, each rank continues at position p * n / `ranks`, where p
     is the saved position of rank 0. This is exact if the ranks take the microbatches of a pass in turn, and all take

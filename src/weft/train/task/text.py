@@ -230,8 +230,8 @@ def _scores(model: nn.Module, microbatch: Batch) -> torch.Tensor:
 
 
 def _vocabulary(config: TrainConfig) -> int | None:
-    """Return the vocabulary size, if tokens are read from token files: each token must be below it. Otherwise, and for
-    your own model, return None."""
+    """Return the vocabulary size for token files, whose tokens must all be below it. Return None for other data, and
+    for your own model."""
     known = config.data.kind == "tokens" and isinstance(config.model, HybridConfig)
     return config.model.vocab_size if known else None  # type: ignore[union-attr]
 

@@ -229,8 +229,8 @@ def _shown(tensors: Sequence[Tensor]) -> str:
 
 
 def _module_of_caller() -> str:
-    """Return the name of the innermost function of weft on the call stack, outside of `weft.comm`. If the call comes
-    from a method of an nn.Module, the text ends with the module's name."""
+    """Return text that names the innermost function of weft on the call stack, outside of `weft.comm`. If the call
+    comes from a method of an nn.Module, the text ends with the module's name."""
     frame: Any = sys._getframe(1)
     place = ""
     while frame is not None:
