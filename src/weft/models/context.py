@@ -7,14 +7,15 @@ attention over whole rows is the same amount of work on each rank. With cp = 2:
     rank 0     0 0 3 3
     rank 1     1 1 2 2
 
-    layer   exchanged over cp                                    bytes
-    *       an all-to-all of heads, or keys and values           grow with the row
-            keys and values with a window of at most one slice:  constant
-            only the last ones of the slice before
-    +       latents and rotated keys                             grow with the row, but are fewer
-    M, G, K the last inputs of the convolution, then the factor  constant
-            and the summand with which a slice updates the state
-    P       as in * and in M
+    layer     exchanged                                                     bytes
+    *         `context_attention="heads"`: heads, by an all-to-all          grow with the row
+              "gather": keys and values of all positions                    grow with the row
+              "gather" with a window of at most one slice: the keys and     constant
+              values just before each slice
+    +         latents and rotated keys of all positions                     grow with the row, but are fewer
+    M, G, K   the convolution's inputs just before each slice, then the     constant
+              factor and the summand with which a slice updates the state
+    P         the same as for * and for M
 
 The collectives for these exchanges run on the lane "context", a communication queue beside the computation. The
 backward of a gather sums the gradients over the ranks.
@@ -40,10 +41,11 @@ from weft.models.loss import IGNORED_LABEL
 
 
 class Piece(NamedTuple):
-    """The parts of documents in this rank's slices that have S queries and T keys each (see `Slices.pieces`).
+    """Some parts of documents in this rank's slices: those with S queries and T keys each (see `Slices.pieces`).
 
     `queries` [parts, S]: the indices of the queries in the flattened slices. `keys` [parts, T]: the indices of the keys
-    in the flattened tensor that `Slices.pieces` describes. The last S keys of a part have the positions of its queries.
+    in the flattened tensor that `Slices.pieces` describes. The queries of a part are at the positions of its last S
+    keys.
     """
 
     queries: Tensor
@@ -153,9 +155,9 @@ class Slices:
     def haloing(self, size: int, *parts: Tensor) -> Callable[[], list[Tensor]]:
         """Start to gather the last `size` positions of each slice of `parts` [batch, 2 width, ...].
 
-        The returned function waits and returns this rank's slices of each part, [2 batch, size + width, ...]. Each
-        slice comes after the `size` positions that precede it in its row, or after zeros at the beginning of a row.
-        `size` is at most the length of a slice.
+        The returned function waits and returns this rank's slices of each part, with `size` more positions in front of
+        each slice: [2 batch, size + width, ...]. These are the positions before the slice, or zeros if the slice is the
+        first of its row. `size` is at most the length of a slice.
         """
         rows = [self.rows(part) for part in parts]
         finish = start_gathering(self.group, *(self._tails(each, size) for each in rows))
@@ -328,7 +330,8 @@ Borders = Documents | Slices
 
 
 def require_borders(documents: Any, tokens: Tensor) -> None:
-    """Raise `TypeError` unless `documents` are None or `Borders`, and `ValueError` if they do not fit `tokens`."""
+    """Raise `TypeError` unless `documents` are None, a `Documents` or a `Slices`. Raise `ValueError` if they do not fit
+    `tokens`."""
     if not isinstance(documents, Documents | Slices | None):
         raise TypeError(
             f"documents is a {type(documents).__name__}: create it with weft.models.Documents, such as "
@@ -413,8 +416,8 @@ def _padded(documents: Documents, missing: int) -> Documents:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks. Gradients are later averaged over the ranks, because context-parallel ranks count as
-    data-parallel ranks. Backward multiplies the gradient by the number of ranks, so that this average is a sum."""
+    """The sum over the ranks. Backward multiplies the gradient by the number of ranks. Context-parallel ranks count as
+    data-parallel ranks, so gradients are later averaged over them. The factor turns this average into a sum."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -34,7 +34,7 @@ def _lane(name: str, device: torch.device) -> Lane:
 def start_gathering(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> Callable[[], list[Tensor]]:
     """Start to all-gather `parts`, tensors of one dtype.
 
-    Return a function that waits and returns, for each part, the tensors of all ranks, [ranks, ...].
+    The returned function waits. It returns one tensor [ranks, ...] per part: row r is the part of rank r.
 
     The result is differentiable. Backward starts the reduce-scatter of gradients at the place where forward called the
     returned function, and waits for it at the place where forward called `start_gathering`. In forward and in backward,
@@ -46,7 +46,7 @@ def start_gathering(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEX
 def start_exchanging(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> Callable[[], list[Tensor]]:
     """Start to send row r of each part [ranks, ...] to rank r.
 
-    Return a function that waits and returns, for each part, the received rows, [ranks, ...]: row r comes from rank r.
+    The returned function waits. It returns one tensor [ranks, ...] per part: row r was received from rank r.
     Backward starts the exchange of gradients, and waits for it, at the same two places as for `start_gathering`.
     """
     return _started(Exchanging(group, [part.shape[1:] for part in parts], lane), parts)

@@ -35,8 +35,9 @@ class HybridModel(nn.Module):
 
     The pattern may also describe prediction depths (multi-token prediction). With tied embeddings, the head uses the
     weight of the embedding. Initial weights depend only on `cfg`, the dtype, the type of device, and a seed that is
-    drawn from torch's CPU generator when the first weight is filled. They do not depend on `meshes`, nor, if the model
-    is built on the meta device, on the order in which you materialize its modules (`to_empty` and `reset_parameters`).
+    drawn from torch's CPU generator when the first weight is filled. They do not depend on `meshes`. If you build the
+    model on the meta device, they also do not depend on the order in which you materialize its modules (`to_empty` and
+    `reset_parameters`).
 
     With a pipeline (`meshes.pp`), this rank has only some stages of the model. If the pattern has `|`, each segment of
     the pattern is a stage. Otherwise the layers are cut into stages of about equal cost. Parameters have the same names
@@ -166,8 +167,8 @@ class HybridModel(nn.Module):
         """Compute the logits of each prediction depth, [B, S, vocabulary] each.
 
         At position s, depth n = 1, 2, ... reads the token at s + n and predicts the token at s + n + 1. If the document
-        (without `documents`, the row) ends before s + n, the depth reads the token id 0. See `forward` for the
-        arguments.
+        ends before s + n, the depth reads the token id 0. (Without `documents`, each row is one document.) See
+        `forward` for the arguments.
         """
         return self(tokens, documents=documents, depths=True)  # a call, so that hooks of sharding run
 
@@ -198,8 +199,8 @@ class HybridModel(nn.Module):
     def _outputs(
         self, x_BSD: Tensor, tokens: Tensor, depths: Sequence[PredictionDepth], documents: Borders | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the hidden states from which the logits of the model and of each depth are computed, and the auxiliary
-        losses of the depths' layers."""
+        """Return two results. The first: the final hidden states of the model and of each of `depths`, from which the
+        logits are computed. The second: the auxiliary losses of the layers in `depths`."""
         outputs, losses = [self.final_norm(x_BSD)], []
         for number, depth in enumerate(depths):
             output_BSD, added = depth(self.following(number, tokens, documents), outputs[-1], documents)
@@ -214,7 +215,7 @@ class HybridModel(nn.Module):
     def following(self, number: int, tokens: Tensor, documents: Borders | None = None) -> Tensor:
         """Embed the tokens that depth `number` (from 0) reads: `tokens` shifted left by `number` + 1.
 
-        Where the document (without `documents`, the row) has no such token, the depth reads the token id 0.
+        Past the end of a document, the depth reads the token id 0. (Without `documents`, each row is one document.)
         """
         return self.embed(shifted(tokens, number + 1, 0, documents))
 
@@ -323,10 +324,10 @@ class HybridModel(nn.Module):
         losses of routers and prediction depths are added to it.
 
         Raises:
-            ValueError: for `documents` or `labels` whose shape differs from the shape of `tokens`, for `documents`
-                together with a cache, and for `depths` together with labels or a cache. For a cache that holds only
-                states of other models, or has a different number of rows. With tensor parallelism, for any cache, and
-                for rows whose length is not a multiple of tp. With context parallelism, for a batch that is not from
+            ValueError: if the shape of `documents` or `labels` differs from the shape of `tokens`. For `documents`
+                together with a cache. For `depths` together with labels or a cache. For a cache that holds only states
+                of other models, or has a different number of rows. With tensor parallelism, for any cache, and for rows
+                whose length is not a multiple of tp. With context parallelism, for a batch that is not from
                 `context_part`.
             TypeError: for `documents` of a wrong type.
             RuntimeError: if the model is cut into pipeline stages on several ranks.

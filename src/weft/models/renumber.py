@@ -42,8 +42,8 @@ def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
 
 
 class _Spelling:
-    """How a checkpoint numbers the model's logical layers. `look_at` sets `theirs`, which maps the model's numbers to
-    the checkpoint's, and `ours`, the inverse."""
+    """How a checkpoint numbers the model's logical layers. `look_at` sets two mappings: `theirs` from the model's
+    numbers to the checkpoint's numbers, and `ours` back."""
 
     def __init__(self, cfg: HybridConfig) -> None:
         pattern = cfg.parsed

@@ -274,8 +274,8 @@ def share(module: nn.Module, lies: Mapping[str, Lies], ranks: TensorRanks, path:
     """Turn the parameters of `module` into DTensors over `ranks.mesh` (see `weft.moe.parts.place`). Parameters that
     `Elsewhere` marks are unchanged.
 
-    `lies`: how each parameter is divided, from `cuts_of` or `ends_of`. `path`: the key of `module` in `ends_of`. With
-    `cuts_of` it is empty, because the keys are names inside `module`.
+    `lies`: how each parameter is divided, a result of `cuts_of` or of `ends_of`. `path`: the key of `module` in the
+    result of `ends_of`. For a result of `cuts_of`, `path` is empty, because the keys are names inside `module`.
     """
     for owner_name, owner in module.named_modules():
         where = ".".join(filter(None, (path, owner_name)))

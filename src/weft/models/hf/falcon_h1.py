@@ -78,10 +78,8 @@ def write(cfg: HybridConfig) -> Raw:
 
 
 def solved(function: Callable[[float], float], result: float, about: float) -> float:
-    """Return the float that `function` maps exactly to `result`: `about`, or one of the two floats next to it.
-
-    Return `about` if `function` maps none of the three to `result`.
-    """
+    """Try three floats: `about` and the two floats next to it. Return the first that `function` maps exactly to
+    `result`, or `about` if `function` maps none of them to `result`."""
     near = (about, math.nextafter(about, math.inf), math.nextafter(about, 0.0))
     return next((each for each in near if function(each) == result), about)
 

@@ -108,7 +108,8 @@ def refuse_ignored(directory: Path, ignored: Collection[str]) -> None:
 def described(
     directory: Path, raw: Raw, names: Collection[str], ignored: Collection[str] = ()
 ) -> tuple[Family, HybridConfig, Spelling]:
-    """Return the family and the configuration that the config.json `raw` describes, and the `Spelling` of `names`.
+    """Return three results. The first: the family of the config.json `raw`. The second: the configuration that `raw`
+    describes. The third: the `Spelling` of `names`.
 
     `names`: the names of the tensors on disk. `ignored`: unknown fields of config.json to ignore.
     """
@@ -123,10 +124,11 @@ def described(
 
 
 def opened(directory: Path, cfg: HybridConfig) -> tuple[dict[str, Place], Any]:
-    """Return two mappings: from weft's tensor names to `Place`s, and from the names in these places to the tensors.
+    """Return two mappings. The first maps weft's tensor names to `Place`s. The second maps the names in these places to
+    the tensors in the directory.
 
-    `cfg`: the model's configuration, which determines weft's names. Its pattern may group the symbols differently from
-    the pattern in the directory.
+    `cfg`: the model's configuration, which determines weft's names. The pattern of `cfg` may group the symbols
+    differently from the pattern in the directory.
     """
     files = TensorFiles(directory)
     if (directory / OURS).exists():

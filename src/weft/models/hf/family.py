@@ -44,8 +44,8 @@ class Family:
     - `symbols_per_layer`: the number of pattern symbols that form one layer on disk, for example 2 for `[*-]`.
     - `tensors`: maps each layer symbol to the table of the tensor names in such a layer.
     - `depths`: the tensor names of prediction depths. None if weft supports no depths in this family.
-    - `memory`: pairs (part of a name on disk, the part that replaces it in transformers' `state_dict()`). A file that
-      stores such a `state_dict()` has the second part in its names.
+    - `memory`: pairs (part of a name in these tables, the part that replaces it in transformers' `state_dict()`). Some
+      files store such a `state_dict()`, with its names.
     """
 
     model_type: str
@@ -131,7 +131,7 @@ class Family:
     def places(self, cfg: HybridConfig, *, fused: bool = False) -> dict[str, Place]:
         """Return the place on disk of each of weft's tensors, by weft's name.
 
-        `fused`: whether experts that have their own matrices in `tensors` are stacked in one tensor on disk.
+        `fused`: whether one tensor on disk stacks the matrices of all experts, where `tensors` has a matrix per expert.
         """
         places = {name: self._place_of(name, cfg) for name in tensor_names(cfg)}
         if not fused:
@@ -171,7 +171,8 @@ class Family:
         return {self.depths.names(trunk, length, each)["project"] + ".weight" for each in range(cfg.parsed.depths)}
 
     def _copies(self, module: str, trunk: int, length: int, cfg: HybridConfig) -> list[str]:
-        """Return the names of the copies of `module` in the depths. A tied output layer is a copy of the embedding."""
+        """Return the names under which the depths store copies of `module`. For the embedding of a tied model, add the
+        names of the copies of the output layer."""
         modules = [module, "output_layer"] if module == "embedding" and cfg.tie_word_embeddings else [module]
         if self.depths is None:
             return []

@@ -88,9 +88,11 @@ def read(raw: Raw) -> Raw:
 
 
 def _mixers(raw: Raw, layers: int, given: Raw) -> list[str]:
-    """Return the type of each layer as transformers determines it: from layer_types, or from both lists of
-    linear_attn_config. If layer_types and at least one of the lists are missing, the layers 4, 8, 12, ... (from 0) have
-    full attention."""
+    """Return the type of each layer as transformers determines it.
+
+    If config.json has layer_types, these are the types. If not, the two lists in linear_attn_config determine the
+    types. If one of these lists is missing too, the layers 4, 8, 12, ... (counted from 0) have full attention.
+    """
     if raw.get("layer_types") is not None:
         check_layer_types(raw, layers, MIXERS, "kimi_linear")
         return raw["layer_types"]

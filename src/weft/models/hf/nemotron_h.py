@@ -47,8 +47,8 @@ def read(raw: Raw) -> Raw:
 def of_a_depth(raw: Raw) -> str:
     """Return the symbols of one prediction depth.
 
-    They come from mtp_layers_block_type. If this field is absent or has its default value, and the older field
-    mtp_hybrid_override_pattern is present, the symbols come from the older field.
+    They come from the field mtp_layers_block_type or from the older field mtp_hybrid_override_pattern. The older field
+    counts only if mtp_layers_block_type is absent or has its default value.
     """
     blocks = raw.get("mtp_layers_block_type") or ["full_attention", "moe"]
     symbols = "".join(SYMBOLS.get(name, name) for name in blocks)

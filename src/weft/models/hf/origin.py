@@ -60,9 +60,9 @@ class Origin:
     def config_json(self, family: Family, cfg: HybridConfig, described_here: Raw) -> Raw:
         """Return the config.json to write for `cfg` in `family`.
 
-        If the original config.json is of this family and describes `cfg`, return a copy of it. Otherwise return
-        `described_here`, a new config.json for `cfg`, and add to it the fields that only the original has and that have
-        the same meaning in every family.
+        `described_here`: a new config.json for `cfg`. If the original config.json is of this family and describes
+        `cfg`, return a copy of the original. If not, return `described_here` and add fields of the original to it:
+        those that `described_here` lacks and that have the same meaning in every family.
         """
         if family.model_type == self.family:
             again = family.config(full_text_of(self.raw), family.projections(cfg), self.ignored)

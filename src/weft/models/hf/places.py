@@ -143,8 +143,8 @@ class PerExpert:
 class Rows:
     """The rows of several tensors on disk, in the order `order`.
 
-    `sizes`: maps the name of each tensor on disk to its number of rows. `order`: for each row of weft's tensor, its
-    index among the rows on disk, which are numbered consecutively across all tensors in the order of `sizes`.
+    `sizes`: maps the name of each tensor on disk to its number of rows. `order`: for each row of weft's tensor, the
+    number of the row on disk. Rows on disk are numbered from 0 through all tensors, in the order of `sizes`.
     """
 
     sizes: Mapping[str, int]

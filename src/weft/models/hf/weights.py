@@ -63,9 +63,9 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     rank 0 also writes the weights that the text model does not use. If neither the family nor the configuration has
     changed, config.json is the original, except for the dtype. If either has changed, config.json is new.
 
-    Raises `ConversionError` if the family to write is unknown or cannot represent the model, if no family can represent
-    it, if the model is split over several pipeline ranks, or if the directory cannot be created. Also raises it if the
-    directory already contains a model, because old files could be mistaken for new files.
+    Raises `ConversionError` if the family to write is unknown or cannot represent the model, and if no family can
+    represent it. Also raises it if the model is split over several pipeline ranks. Also raises it if the directory
+    cannot be created, or already contains a model: old files could be mistaken for new files.
     """
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(

@@ -97,7 +97,8 @@ class Attention(Block):
     def _over(
         self, slices: Slices, parts: tuple[Tensor, Tensor], how: dict[str, Any]
     ) -> tuple[Gathered | Exchanged, Callable[..., Tensor]]:
-        """Start to gather or exchange keys and values. Return the transfer, and the attention function for it."""
+        """Start to gather or exchange keys and values, `parts`. Return two results. The first: the transfer. The
+        second: the attention function to pass to the transfer's `attend`."""
         if not self.exchanges:
             if self.window is None or not 1 < self.window <= slices.width:
                 return Gathered(slices.gathering, *parts), partial(attention_over, slices, **how)
@@ -149,8 +150,8 @@ def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
 def positions_of(documents: Borders | None, start: int, x_BSD: Tensor) -> Where:
     """Return the arguments `start` and `documents` of `RotaryEmbedding.forward` for the positions of `x_BSD`.
 
-    `start`: the number of earlier positions in the state. For `Slices`, the returned `start` is instead chosen so that
-    the limit `start` + S is the length of the row.
+    `start`: the number of earlier positions in the state. With `Slices`, another `start` is returned, because `forward`
+    takes `start` + S as the limit of all positions: this limit is then the length of the row.
     """
     if isinstance(documents, Slices):  # positions in a slice may be anywhere in the row
         start = documents.whole.seq - x_BSD.shape[1]
@@ -163,7 +164,7 @@ def attention_over(
     """Compute attention of the queries in this rank's slices to the keys and values of the same documents.
 
     `before`: None if `k_BTHC` and `v_BTHC` have whole rows. Otherwise these two tensors come from `Slices.haloing`:
-    they have this rank's slices, each after the `before` positions that precede it. `how`: keyword arguments of
+    they have this rank's slices, with `before` earlier positions in front of each slice. `how`: keyword arguments of
     `causal_attention`. Returns [B, S, H, C], with the C of `v_BTHC`.
     """
     q_NHC, k_NHC, v_NHC = (each.flatten(0, 1) for each in (q_BSHC, k_BTHC, v_BTHC))
@@ -242,11 +243,12 @@ def _in_blocks(
     """Compute `causal_attention` in a window, at a cost that grows with S x window: each block of queries sees its own
     keys and the `window` - 1 keys before it.
 
-    queries   head   block   block   tail         head: queries that see all earlier keys
-    keys      ====
-                 ---=======                       all blocks and layers share one mask
-                         ---=======
-                                 ---====
+    All blocks and layers share one mask. Drawn with a window of 4 and blocks of 7 queries:
+
+    head    ===                       these queries see all earlier keys
+    block   ---=======                =: the keys at the positions of the queries
+    block          ---=======         -: the `window` - 1 keys before them
+    tail                  ---====
     """
     how: dict[str, Any] = {"scale": scale, "sinks": sinks}
     queries, before, size = q_BSHC.shape[1], window - 1, max(window, LEAST_BLOCK)
@@ -347,13 +349,13 @@ width is not a multiple of 8."""
 def _with_sinks(
     scores_H: Tensor, causal: bool, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values with one more key before all others. Its value is 0, and its product with a
-    head's queries is the score of the head's sink.
+    """Return queries, keys and values with one more key for the sink, before all other keys. The product of a query
+    with this key is the score of the head's sink. The value of this key is 0. Each head gets `CHANNELS` more channels:
 
         q = [q ; score ; 0]     k = [0 ; 1 ; 0], [k ; 0 ; 0], ...     v = [0 ; 0], [v ; 0], ...
 
-    Sinks then need no mask, which would be as large as all scores. `causal`: also add a query that sees only the sink,
-    so that the causal mask remains triangular.
+    Without this key, the scores of sinks would need a mask as large as all scores. `causal`: also add a query that sees
+    only the sink, so that the causal mask remains triangular.
     """
     width = q_BSHC.shape[3]
     scores_HC = F.pad(scores_H.to(q_BSHC.dtype).unsqueeze(-1), (width, CHANNELS - 1))

@@ -76,8 +76,8 @@ class Experts(MoE):
         return "with one row per rank the number of rows changes between calls"
 
     def _join_eagerly(self) -> None:
-        """Let `weft.Graphs` count each call of `join` as eager. In the scope "finish", graphs capture `_joined`, which
-        `join` does not call with `ranks` or with one row per rank."""
+        """Let `weft.Graphs` count each call of `join` as an eager call in the scope "finish". With `ranks` or with one
+        row per rank, `join` does not call `_joined`, the method that graphs capture in this scope."""
         scopes = {name: scope for name, scope in type(self).graph_scopes.items() if name != "_joined"}
         vars(self)["graph_scopes"] = {**scopes, "join": ("finish", ("latent_out", "post_norm"))}
 

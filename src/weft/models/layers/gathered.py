@@ -5,8 +5,8 @@
 
     exchanged   forward     send keys and values       meanwhile: queries, send them   attention, send its output back
 
-With gathered keys and values, a rank saves only its own positions for backward: neither the gathered tensors, nor masks
-and scores over whole rows. With exchanged heads, a rank saves its heads at all positions. Both save about the same
+With gathered keys and values, a rank saves only its own positions for backward. It saves no gathered tensors, and no
+masks or scores over whole rows. With exchanged heads, a rank saves its heads at all positions. Both save about the same
 number of bytes if the number of ranks divides the number of key heads.
 """
 
@@ -49,7 +49,7 @@ class Gathered:
         return checkpoint(run, queries, *self._parts, use_reentrant=False, preserve_rng_state=False)
 
     def before(self, output: Tensor) -> Tensor:
-        """Return `output`, a tensor that was computed from the result of `attend`.
+        """Return `output` unchanged, and let backward gather early. `output` was computed from the result of `attend`.
 
         If backward gathers keys and values again, the transfer starts as soon as the gradient of `output` is known,
         before backward reaches `attend`.

@@ -7,9 +7,9 @@
 
 "auto" uses a kernel if the kernel is usable. If not, "auto" uses torch's operations and logs the reason once. If you
 select a kernel by name and it is not usable, the layer's forward raises `KernelError`. Decoding steps of one position
-use no kernel. No kernel is usable with context parallelism: in this case, "auto" uses torch's operations and logs
-nothing, and a `HybridModel` with a kernel selected by name raises `ValueError`. Results of the kernels and of torch's
-operations differ by rounding.
+use no kernel. No kernel is usable with context parallelism. In this case, "auto" uses torch's operations and logs
+nothing. If you select a kernel by name in this case, the constructor of `HybridModel` raises `ValueError`. Results of
+the kernels and of torch's operations differ by rounding.
 """
 
 import importlib

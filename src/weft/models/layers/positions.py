@@ -63,7 +63,7 @@ class Positions:
         return x if self._ranks is None else self._ranks.scatter(self.before(x))
 
     def before(self, x: Tensor) -> Tensor:
-        """Return `x`, a tensor that was computed from `whole`.
+        """Return `x` unchanged, and let backward gather early. `x` was computed from `whole`.
 
         If backward must gather `whole` again, the transfer starts as soon as the gradient of `x` is known.
         """

@@ -185,7 +185,8 @@ def rotary_for(cfg: HybridConfig, rotary: RotaryEmbedding | None, attention: int
 def frequencies(
     width: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device | None = None, length: int = 0
 ) -> tuple[Tensor, float]:
-    """Return the frequency f_i of each pair, in radians per position, [width / 2] fp32, and the scale of cos and sin.
+    """Return two results. The first: the frequency f_i of each pair, in radians per position, [width / 2] fp32. The
+    second: the scale of cos and sin.
 
     `length`: the length of the sequence, or 0 if it is within the first context (see the top of this file).
     """
