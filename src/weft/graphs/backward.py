@@ -74,8 +74,8 @@ class Uses:
 
 
 def _take(brought: list[Tensor | None], places: dict[int, int], gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
-    """Store the gradients of some edges in `brought` instead of passing them on. Used as a hook of a node. `places`:
-    for the index of each of these edges in `gradients`, the index in `brought`."""
+    """The hook of an autograd node: store the gradients of some of its edges in `brought`, and do not pass them on.
+    `places`: maps the index of each of these gradients in `gradients` to its index in `brought`."""
     for index, place in places.items():
         brought[place] = gradients[index]
     return tuple(None if index in places else each for index, each in enumerate(gradients))
@@ -163,11 +163,11 @@ class Backward:
         return Form(statics, backward, weights, self._kept)
 
     def begin(self, samples: Samples, full: Sequence[Sample]) -> Ranges | None:
-        """Record the form of `samples`, unless all are None. Return the memory that a backward of any form may read.
+        """Record the form of `samples`, unless all are None. Raises CaptureRefused if this form cannot be recorded.
 
-        `full`: samples for all outputs. A backward of their form reads all memory that any other form reads, so this
-        memory is returned, or None if their form cannot be recorded. Raises CaptureRefused if the form of `samples`
-        cannot be recorded.
+        Return the memory that a backward of any form may read. The form of `full`, samples for all outputs, reads all
+        memory that any other form reads, so the result is the memory that this form reads. If the form of `full` cannot
+        be recorded, return None.
         """
         first = None
         if any(samples):

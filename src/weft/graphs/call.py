@@ -10,7 +10,7 @@ captured, its last forward still waits for backward   eager; if a schedule drive
 weights or buffers have other addresses               the capture is dropped, and replaced once the plan is steady
 attributes of its modules have changed                the capture is dropped and replaced, up to `MOST_CHANGES` times
 
-(*) The memory plan is the layout of the buffers for gathered weights. While it is steady, they keep their addresses.
+(*) The memory plan is the layout of the buffers for gathered weights. While the plan is steady, no buffer moves.
 """
 
 import copy

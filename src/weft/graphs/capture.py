@@ -1,4 +1,4 @@
-"""The error of a refused capture, and the interfaces of backends and of queues of delayed gradients."""
+"""The error that refuses a capture, and the protocols of backends and of function modes that delay weight gradients."""
 
 from collections.abc import Callable, Collection
 from typing import Any, Protocol

@@ -95,7 +95,8 @@ class Watch(TorchDispatchMode):
         return [(start, start + nbytes, False) for start, nbytes in self.made.items()]
 
     def _known_as(self, tensor: Tensor) -> bool | None:
-        """Return whether operators may write to the known range in which `tensor` begins, or None if it is in none."""
+        """Find the known range in which `tensor` begins. Return whether operators may write to this range, or None if
+        there is no such range."""
         address = tensor.data_ptr()
         return next((writable for start, stop, writable in self._known if start <= address < stop), None)
 

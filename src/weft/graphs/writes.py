@@ -1,10 +1,11 @@
 """Weight gradients that a captured backward writes into the buffers that are reduced.
 
-interface          while a backward is tried    while it is captured           before and after each replay
------------------  ---------------------------  -----------------------------  -------------------------------------
-weight_gradient    gets scratch; calls noted    gets the engine's buffer       the engine is called again, in order
-main_grad          is scratch; flags noted      is the engine's buffer         `grad_added_to_main_grad` is set again
+interface         when a backward is tried              when it is captured            when it is replayed
+----------------  ------------------------------------  -----------------------------  ---------------------------------
+weight_gradient   returns scratch memory; calls noted   returns the engine's buffer    called in order before the replay
+main_grad         is scratch memory; flags noted        is the engine's buffer         flags set again after the replay
 
+The calls are of the function `weight_gradient`. The flags are the attributes `grad_added_to_main_grad` of parameters.
 A backward is tried first, to find out which gradients it writes. A graph fixes the addresses of the engine's buffers.
 It also fixes whether the backward overwrites a buffer or adds to it. Therefore the first microbatch and later
 microbatches have separate recordings.
@@ -115,7 +116,7 @@ class Recordings:
 
     @property
     def nbytes(self) -> int:
-        """The memory of all recordings in bytes. It includes that of the trial, which is kept."""
+        """The memory of all recordings in bytes, including the recording of the trial, which is kept."""
         others = self._found.values() if self.writes else ()
         return sum(each.recording.nbytes for each in (self.tried, *others))
 

@@ -46,9 +46,9 @@ class Handle:
     - `offsets` [local experts] int32: the index after each expert's last row, once the rows are sorted by expert.
     - `by_expert` [received] int64: the index that sorts arrived rows by expert. `by_arrival` [received] int64: its
       inverse. Both are None if the rows arrive sorted by expert, or if `rows_per` is "rank".
-    - `permutation`, `visits`, `arrived`: set by the `MoE` layer, not by the dispatcher. `permutation` (if `rows_per` is
-      "expert") or `visits` (if it is "rank") maps the sent rows to tokens. `arrived` (if it is "rank") maps the arrived
-      rows to experts.
+    - `permutation`, `visits`, `arrived`: set by the `MoE` layer, not by the dispatcher. If `rows_per` is "expert",
+      `permutation` maps the sent rows to tokens. If `rows_per` is "rank", `visits` maps the sent rows to tokens, and
+      `arrived` maps the arrived rows to experts.
 
     The fields that the dispatcher sets are valid after `ready`, or after `Arrival.wait` has returned the dispatched
     rows.
@@ -87,8 +87,8 @@ class Arrival:
     def __init__(
         self, rows: Tensor | Callable[[], Tensor], ticket: Ticket | None = None, source: Tensor | None = None
     ) -> None:
-        """`rows`: the rows, or a function that returns them once `ticket`, the exchange in flight, has ended.
-        `source`: the sent tensor, which this object keeps alive until `wait`."""
+        """`rows`: the rows, or a function that returns them after the exchange has ended. `ticket`: the exchange in
+        flight. `source`: the sent tensor, which this object keeps alive until `wait`."""
         self._rows = rows
         self._ticket = ticket
         self._source = source
@@ -139,9 +139,9 @@ class Dispatcher(Protocol):
         On CUDA, `AllToAll` makes the host wait for the numbers of rows. On CPU, it sends the rows in the
         background once these numbers are known.
 
-        `behind`: an event (`weft.comm.streams.moment`) that was recorded after the work that computes `rows`. The
-        exchange then waits only for this event, if `rows` are contiguous. Otherwise, or if `behind` is None, the
-        exchange waits for all work issued to the current stream so far.
+        `behind`: an event (`weft.comm.streams.moment`) that was recorded after the work that computes `rows`. If `rows`
+        are contiguous, the exchange waits only for this event. If they are not, or if `behind` is None, the exchange
+        waits for all work issued to the current stream so far.
         """
         ...
 
@@ -200,8 +200,8 @@ class AllToAll:
     into equal ranges, one for each rank, in rank order.
 
     `rows_per`: "rank" sends a token once to each rank that has any of its experts. "expert" sends a token once for each
-    of its experts. With "expert", the outputs of a layer without a shared expert and without `latent_size` are
-    bit-equal to those of one process, if the router's logits are.
+    of its experts. With "expert", if the router's logits are bit-equal to those of one process, so are the outputs of a
+    layer without a shared expert and without `latent_size`.
 
     Collective: every rank of the group must build its dispatchers in the same order. Rows use a lane (a communication
     queue that runs in parallel with the computation). The numbers of rows use a second lane, so that they never wait
@@ -316,8 +316,8 @@ class AllToAll:
 
 class _ExchangeHandle(Handle):
     """The handle of an all-to-all. `sent_to`, `received_from`: the number of rows to and from each rank. `has_visits`:
-    whether `rows_per` is "rank". `room`: if so, the number of rows that were passed to `dispatch`, which may be more
-    than `sent`; otherwise 0."""
+    whether `rows_per` is "rank". `room`: with `has_visits`, the number of rows that were passed to `dispatch`, which
+    may be more than `sent`; without it, 0."""
 
     def __init__(
         self, ranks: int, has_visits: bool, counts: Tensor, received: Tensor, host: Tensor, ticket: Ticket

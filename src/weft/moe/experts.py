@@ -41,8 +41,9 @@ class GroupedExperts(nn.Module):
         bias: whether each projection has a bias for every expert.
         backend: "grouped_mm" multiplies the rows of all experts in one call. "loop", the reference, makes one call per
             expert; the host waits for the `offsets` of `forward`. In three cases "grouped_mm" runs the loop and logs
-            a warning: for dtypes wider than fp32; if `hidden_size` or `intermediate_size` elements do not take a
-            multiple of 16 bytes; and on GPUs where `grouped_mm` leaves gradients of experts without rows uninitialized.
+            a warning: (1) The dtype is wider than fp32. (2) The size in bytes of `hidden_size` or of
+            `intermediate_size` elements is not a multiple of 16. (3) `grouped_mm` leaves the gradients of experts
+            without rows uninitialized, as on some GPUs.
         first_expert: the global number of the first expert on this rank. The initial weights of an expert depend on its
             global number, so they are the same on any rank.
         source: the source of the initial weights.

@@ -1,4 +1,4 @@
-"""The names of MLP kinds, in a module that does not import torch: configurations are read before torch."""
+"""The names of MLP kinds. This module does not import torch: configurations are read before torch is imported."""
 
 from typing import NamedTuple
 

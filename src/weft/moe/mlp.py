@@ -1,8 +1,8 @@
 """MLPs, with a gate and without. `gate`, `up` and `down` are linear layers.
 
 silu             down(silu(gate(x)) * up(x))                     SwiGLU (Shazeer 2020, arXiv:2002.05202)
-clamped_swiglu   down(g * sigmoid(alpha g) * (u + 1))            GPT-OSS (arXiv:2508.10925), which has
-                 g = min(gate(x), L), u = clamp(up(x), -L, L)    L = 7 and alpha = 1.702
+clamped_swiglu   down(g * sigmoid(alpha g) * (u + 1)) with       GPT-OSS (arXiv:2508.10925);
+                 g = min(gate(x), L), u = clamp(up(x), -L, L)    L = 7 and alpha = 1.702 there
 gelu_tanh        down(gelu(gate(x)) * up(x))                     GEGLU, tanh approximation of GELU
 relu2            down(relu(up(x))^2)                             squared ReLU (So et al. 2021, arXiv:2109.08668)
 """

@@ -27,8 +27,8 @@ class Routing(NamedTuple):
     """The router's choice of k experts for each of batch * seq tokens. Each choice of an expert for a token is an
     assignment.
 
-    - `experts` [tokens, k] int64: the numbers of the chosen experts, best first: by score, plus `expert_bias` if the
-      router has one. Of two equally good experts, the one with the lower number comes first.
+    - `experts` [tokens, k] int64: the numbers of the chosen experts, best first. Experts are compared by their scores
+      (with `expert_bias`, scores plus bias). Of two equally good experts, the one with the lower number comes first.
     - `weights` [tokens, k] fp32 (fp64 for fp64 tokens), differentiable: the weight of each chosen expert. 0 for dropped
       assignments.
     - `loss`: the sum of the balance loss and the z-loss, each times its coefficient, a scalar. None if both
@@ -182,7 +182,7 @@ class Router(nn.Module):
         return Routing(experts, weights, self._loss(hidden.shape[1], *means), counts, kept)
 
     def _scored(self, hidden: Tensor) -> tuple[Any, ...]:
-        """Return the fields of a `Routing` without the loss, then the arguments of `_loss` after `seq`."""
+        """Return the fields of a `Routing` except `loss`, then the arguments `load`, `mean`, `squares` of `_loss`."""
         batch, seq, _ = hidden.shape
         precision = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):

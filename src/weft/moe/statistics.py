@@ -19,10 +19,10 @@ def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -
     Each value is a tensor [num_experts] int64; the keys are the layers' names in `model`. Forwards in training mode are
     counted, but not their recomputation in backward. Assignments that a capacity drops are included.
 
-    `reset`: set the counters to zero afterwards. `group`: None to return the counts of this rank. With a process group
-    or a mesh of data-parallel ranks, such as `meshes.dense`, the counts are summed over its ranks and, if each
-    tensor-parallel rank routes only its own positions, over the tensor-parallel ranks. (Otherwise the counts of
-    tensor-parallel ranks are equal.) All ranks over which counts are summed must call this function.
+    `reset`: set the counters to zero afterwards. `group`: None to return the counts of this rank, or a process group or
+    mesh of data-parallel ranks, such as `meshes.dense`, to sum the counts over its ranks. If each tensor-parallel rank
+    routes only its own positions, the counts are then also summed over the tensor-parallel ranks. (If not, these ranks
+    have equal counts.) All ranks over which counts are summed must call this function.
     """
     return _read(model, "load", reset, group)
 
@@ -33,8 +33,8 @@ def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> 
 
     A router loss is the balance loss plus the z-loss, already multiplied by their coefficients. To get the mean, divide
     by the number of forwards and, if `group` is given, by the size of `group`. The arguments and the counted forwards
-    are the same as in `load_statistics`. Losses are not summed over tensor-parallel ranks outside `group`, because the
-    loss of each rank already covers the positions of these ranks.
+    are the same as in `load_statistics`. Losses are summed over the ranks of `group` only. They need no sum over
+    tensor-parallel ranks, because each rank's loss already covers the positions of all these ranks.
     """
     return _read(model, "router.added_loss", reset, group)
 
@@ -58,7 +58,8 @@ def expert_layers(model: nn.Module) -> dict[str, MoE]:
 
 
 def _read(model: nn.Module, buffer: str, reset: bool, group: Ranks) -> dict[str, Tensor]:
-    """Return copies of the layers' counters `buffer`, summed over the ranks with one collective per group."""
+    """Return copies of the counters in the buffer `buffer` of the expert layers, by layer name. They are summed over
+    the ranks, with one collective per process group for all layers."""
     layers = expert_layers(model)
     if not layers:
         return {}

@@ -97,7 +97,7 @@ def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) 
 
 
 class _Mode(threading.local):
-    """A flag for each thread. If ranks are threads of one process, some may be in `in_halves` while others are not."""
+    """Whether the code runs inside `in_halves(True)`. Each thread has its own value, because ranks can be threads."""
 
     halves = False
 

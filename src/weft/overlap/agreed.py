@@ -45,7 +45,8 @@ class _Word:
 
     @property
     def both_ways(self) -> tuple[int, int]:
-        """`value` and `-value`, for `agree`. The maximum of `-value` over the ranks is minus the minimum of `value`."""
+        """`value` and `-value`. `agree` returns the maximum of each: the maximum of `-value` is minus the minimum of
+        `value`."""
         return self.value, -self.value
 
     def compare(self, highest: int, lowest: int) -> None:
@@ -64,9 +65,10 @@ def agree_on_schedule(
     """Raise CollectiveMismatch on all ranks that communicate in a schedule if their arguments do not fit together.
 
     `what`: the schedule's name, or a description of the evaluation. `order`: everything that determines the order of
-    exchanges: the table's entries and the options. Returns True if this is the model's first schedule, or if the
-    model's compute dtypes have changed on any rank of the pipeline since its previous schedule. The dtypes of the
-    messages between stages may then have changed too. Without a pipeline, returns False.
+    exchanges (the table's entries and the options).
+
+    Return whether the dtypes of messages between stages may have changed: True in the model's first schedule, and if
+    compute dtypes on any rank of the pipeline have changed since the previous schedule. Without a pipeline: False.
     """
     experts = _groups_of_experts(layers)
     if cut.group is None and not experts:

@@ -21,9 +21,9 @@ _LAYER_MEMBERS = ("stages", "dispatcher", "attend", "experts", "finish", "expert
 
 
 def layers_of(model: Any) -> Sequence[StagedLayer]:
-    """Return the layers of `model`. Raises TypeError or ValueError if the model does not follow `StagedModel`, if a
-    layer does not follow `StagedLayer` or is inside an activation checkpoint, or if a module whose `forward` a schedule
-    skips has hooks or is compiled."""
+    """Return the layers of `model`. Raises TypeError if the model does not follow `StagedModel`. Raises TypeError or
+    ValueError if a layer does not follow `StagedLayer`, and ValueError if a layer is inside an activation checkpoint.
+    Also raises the errors of `_refuse_hooks`."""
     missing = _missing(model, ("embed", "staged_layers", "loss"))
     if missing:
         raise TypeError(
@@ -67,8 +67,8 @@ def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
 
 
 def _missing(value: Any, members: Sequence[str]) -> str:
-    """Return the names of the members that `value` lacks. A member that only `__getattr__` returns counts as present:
-    an activation checkpoint's wrapper has such members. From Python 3.12 on, `isinstance` with a protocol ignores them.
+    """Return the names of the members that `value` lacks. Members that only `__getattr__` returns count as present, as
+    in the wrapper of an activation checkpoint. From Python 3.12 on, `isinstance` with a protocol misses such members.
     """
     return ", ".join(member for member in members if not hasattr(value, member))
 
@@ -113,8 +113,8 @@ def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
 
 
 def require_taken(model: Any, layers: Sequence[StagedLayer], cut: Cut, microbatches: Sequence[Microbatch]) -> None:
-    """Raise ValueError if a microbatch has an entry that no part of the model (see `weft.overlap.microbatch`) takes on
-    any rank of the pipeline. `layers`: this rank's layers."""
+    """Raise ValueError if a microbatch has an entry that no part of the model takes, on this rank or on other ranks of
+    the pipeline. `weft.overlap.microbatch` lists the parts. `layers`: this rank's layers."""
     names = names_beside(microbatches)
     known = _taken.setdefault(model, set())
     if names <= known:

@@ -1,7 +1,7 @@
 """Borders between pipeline stages, which pass values to the next stage and gradients back.
 
 the stages are      the next stage gets         the gradients
-------------------  --------------------------  -----------------------------------------------
+------------------  --------------------------  ----------------------------------------------------
 both on this rank   the same `Value` objects    are in these objects after the next stage's backward
 on two ranks        values with copied data     are sent back and stored in the values of this rank
 """

@@ -23,8 +23,9 @@ class DepthPass:
     """The steps "enter" and "leave" of depth `number` of `model`, in one microbatch. Each runs once forward and once
     backward.
 
-    `policy`: the casts of the depth's inputs and outputs. `owner`: a module, or None for no check. A step raises
-    UndeclaredTensor if it uses a differentiable tensor that is neither its input nor a parameter of this module.
+    `policy`: the casts of the depth's inputs and outputs. `owner`: the module whose parameters the steps may use. A
+    step raises UndeclaredTensor if it uses a differentiable tensor that is neither its input nor a parameter of
+    `owner`. With `owner=None`, nothing is checked.
     """
 
     previous: Value
@@ -51,8 +52,8 @@ class DepthPass:
         self._leave = ComputeNode(f"{name}.leave")
 
     def run(self, direction: str, slot: str, hidden: Value) -> Value:
-        """Run the step `slot`: "enter", "leave" or, only in backward, "enter.weights", which computes the
-        weight gradients that the backward of "enter" has delayed.
+        """Run the step `slot`: "enter" or "leave". In backward, `slot` can also be "enter.weights". This step computes
+        the weight gradients that the backward of "enter" has delayed.
 
         A forward step takes its input `hidden` and returns its output. A backward step returns `hidden` unchanged.
         """

@@ -21,11 +21,12 @@ def table_order(
 
     `overlap=False`: the two actions of an entry run one after the other. `queues`: the device has streams.
 
-    Without `early_release`, delayed weight gradients of a layer's `attend` run during the first exchange, if any, of
-    the layer that comes next in the backward. With `overlap`, those of a backward's last layer run during the first
-    exchange of the next entry's backward. They run before the next entry's steps if it has no such exchange, or if the
-    exchange is of the same layer. If there is no next entry, they run after all steps. Without `overlap`, they run at
-    the end of their own backward.
+    Without `early_release`, delayed weight gradients of a layer's `attend` run during the first exchange (if any) of
+    the layer that comes next in the backward. No layer comes after a backward's last layer. Without `overlap`, the
+    weight gradients of the last layer's `attend` run at the end of the backward. With `overlap`, they run
+    - during the first exchange of the next entry's backward, if it is an exchange of another layer
+    - before the next entry's steps, if it is an exchange of the same layer, or if there is no such exchange
+    - after all steps, if there is no next entry.
     """
     switches = {"early_release": early_release, "queues": queues}
     owed: list[Step] = []
@@ -58,11 +59,11 @@ def _entry_order(
 
 
 def _beside_first(steps: Sequence[Step], owed: Sequence[Step]) -> int:
-    """Return the index in `steps` at which the weight gradients `owed` by earlier steps run: during the first exchange
-    of a backward.
+    """Return the index in `steps` at which to insert `owed`, the delayed weight-gradient steps of earlier entries. They
+    then run during the first exchange of a backward.
 
-    The index is 0 if there is no such exchange. It is also 0 if the exchange belongs to the layer of the `owed`
-    gradients: they must be added before that layer's next gradients.
+    The index is 0 if there is no such exchange. It is also 0 if the exchange belongs to a layer of the steps `owed`:
+    their gradients must be added before that layer's next gradients.
     """
     layers = {step.layer for step in owed}
     for number, step in enumerate(steps):
@@ -73,7 +74,7 @@ def _beside_first(steps: Sequence[Step], owed: Sequence[Step]) -> int:
 
 
 def _last_weights(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps of delayed weight gradients that follow the last step that computes a layer's data gradients."""
+    """Return the delayed weight-gradient steps at the end of `steps`, after the last data-gradient step of a layer."""
     data = (
         number
         for number, step in enumerate(steps)

@@ -163,8 +163,8 @@ class StagedPredictor(Protocol):
 
 
 def beside_forward(module: nn.Module) -> str:
-    """Return "is compiled" or "has hooks" if `module` has a compiled form or hooks, which a caller of its parts would
-    bypass. Otherwise return ""."""
+    """Return "is compiled" if `module` is compiled, "has hooks" if it has hooks, and "" in other cases. Code that calls
+    the parts of `module`, and not `module` itself, runs neither the compiled form nor the hooks."""
     if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
         return "is compiled"
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

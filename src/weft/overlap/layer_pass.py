@@ -10,8 +10,8 @@ without a dispatcher, `arrived` is `rows` and `returned` is `leaving`.
 With `halves`, each half of the tokens has its own exchange, and the experts compute the first half while the second is
 in flight:
 
-    compute     | attend |        | experts 0 |   experts 1   |           | finish |
-    exchange             | 0 | 1              | combine 0 | combine 1 |
+    compute     | attend |            | experts 0  | experts 1 |           | finish |
+    exchange             | dispatch 0 | dispatch 1 | combine 0 | combine 1 |
 
 The backward of the experts does the same with the gradients.
 """
@@ -40,8 +40,8 @@ class LayerPass:
     - `policy`: the casts of the layer's inputs and outputs.
     - `beside`: further arguments of `attend`.
     - `delay_wgrad`: compute the weight gradients of `attend` and of `experts` in separate steps.
-    - `owner`: a module, or None for no check. A step raises UndeclaredTensor if it uses a differentiable tensor that is
-      neither one of its inputs nor a parameter of this module.
+    - `owner`: the module whose parameters the steps may use. A step raises UndeclaredTensor if it uses a differentiable
+      tensor that is neither one of its inputs nor a parameter of `owner`. With `owner=None`, nothing is checked.
     - `halves`: exchange the rows of each half of the tokens separately. This has an effect only if the layer's
       dispatcher sends a token once to each rank that has any of its experts (`rows_per` is "rank").
     """

@@ -38,8 +38,8 @@ class Microbatch:
         return tuple(self.tokens.shape), *sorted(beside)
 
     def said(self) -> str:
-        """Return a text that must be equal on all ranks of a pipeline: shapes as in `shapes`, whether there are labels,
-        and the values of entries that are not tensors."""
+        """Return a text that must be equal on all ranks of a pipeline. It has the shapes of all tensors but the labels,
+        whether there are labels, and the values of entries that are not tensors."""
         labels = "" if self.labels is not None else " without labels"
         beside = {
             name: list(value.shape) if isinstance(value, Tensor) else value for name, value in self.beside.items()
@@ -113,8 +113,8 @@ def taken_by(functions: Iterable[Callable[..., Any]], names: set[str]) -> set[st
 
 
 def taken(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names of the arguments of `function` that further entries can set. These are the arguments that have a
-    default or are keyword-only, except `OWN`. If `function` has `**kwargs`, return None, which stands for all names."""
+    """Return the names of the arguments of `function` that further entries can set: those that have a default or are
+    keyword-only, without the names in `OWN`. If `function` has `**kwargs`, return None, which stands for all names."""
     return _taken(getattr(function, "__func__", function))
 
 

@@ -3,6 +3,7 @@
     Value --> [ border | computation ] --> Value --> ...       forward: each node has a separate autograd graph
     Value <-- [ border | computation ] <-- Value <-- ...       backward: gradients wait in the values between nodes
 
+The border is the autograd function at the beginning of a node's graph. Its backward stores the gradients in the values.
 A value keeps its gradient until a node, or `take_gradient`, takes it. `take` moves the data from the value to a node,
 so that the data is freed when no autograd graph needs it.
 """
@@ -61,8 +62,8 @@ class ComputeNode:
     ) -> list[Value]:
         """Run `function` on the data of `inputs` and return its results. Raises TypeError if a result is not a tensor.
 
-        `owner`: the module whose parameters the graph may use, besides `inputs`, or None for no check. Raises
-        UndeclaredTensor if the graph uses other tensors.
+        `owner`: the module whose parameters the graph may use. Raises UndeclaredTensor if the graph uses a tensor that
+        is neither an input nor such a parameter. With `owner=None`, nothing is checked.
         """
         with span(COMPUTE), self._around:
             entered = _enter(inputs)
@@ -139,7 +140,8 @@ def _is_cached_cast(node: Any) -> bool:
 def _refuse_undeclared(name: str, roots: Iterable[Any], border: set, first: int, owner: nn.Module) -> None:
     """Raise UndeclaredTensor if the graph of `roots` does not end at `border` or at parameters of `owner`.
 
-    All nodes of the graph, except casts that autocast caches, must have sequence numbers above `first`.
+    Also raise it if the graph has an older autograd node, one with a sequence number below `first`. Casts that autocast
+    caches may be older.
     """
     parameters = {id(parameter) for parameter in owner.parameters()}
     ahead = list(roots)

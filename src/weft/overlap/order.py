@@ -113,7 +113,7 @@ class Part(NamedTuple):
         return self._end(direction, "head" if self.last else "send")
 
     def through(self, direction: str, layer: Layer, slot: str) -> Iterator[Step]:
-        """Yield the step `slot` of `layer`, if the layer has its stage ("attend" for the slot "attend.weights")."""
+        """Yield the step `slot` of `layer`, if the layer has the stage ("attend" for the slot "attend.weights")."""
         stage = slot.partition(".")[0]
         if stage in layer.stages:
             lane = EXCHANGE if stage in ("dispatch", "combine") else COMPUTE
@@ -250,9 +250,9 @@ def combined_order(
 ) -> Iterator[Step]:
     """Yield the steps of the forward of `ahead` and the backward of `behind`. Either may be None.
 
-    Of the layers, pairs come first. If `ahead` or `behind` has more layers than the other, the remaining layers follow.
-    `queues`: the device has streams. `apart`: the pipeline schedule has a separate entry, W, for the weight gradients
-    of `behind`.
+    The layers run in pairs, one of `ahead` with one of `behind`. If one of the two has more layers, its remaining
+    layers follow. `queues`: the device has streams. `apart`: the pipeline schedule has a separate entry, W, for the
+    weight gradients of `behind`.
     """
     entries: Sequence[tuple[str, str]] = EARLY_RELEASE if early_release else COMBINED
     entries = [entry for entry in (queued(entries) if queues else entries) if delay_wgrad or "." not in entry[1]]

@@ -58,10 +58,10 @@ def forward_backward(
             is one.
         early_release: in a pair of a forward and a backward, free the activations of the backward's layer before the
             forward runs its experts. This takes less memory and hides less communication.
-        halves: if the forward or the backward of a microbatch is not in a pair, exchange each half of its tokens
-            separately, in forward and in backward. The experts compute one half while the other is in flight.
-            This needs a model with `moe_rows_per="rank"`. The gradients of experts are summed in another order, which
-            changes their rounding.
+        halves: exchange each half of a microbatch's tokens separately. The experts compute one half while the other is
+            in flight. This applies to a microbatch if its forward, its backward or both are not in a pair. Its tokens
+            are then exchanged in halves in both directions. The option needs a model with `moe_rows_per="rank"`. The
+            gradients of experts are summed in another order, which changes their rounding.
         loss_scale: a factor for the gradients, such as 1 / len(microbatches), or a list with one factor for each
             microbatch, such as its share of the tokens.
         trace: a list that receives each step in issue order, a named tuple (direction, microbatch, layer, slot, lane,
@@ -91,9 +91,10 @@ def forward_backward(
         RuntimeError: gradients are disabled (`torch.no_grad` or `torch.inference_mode`).
         UndeclaredTensor: a layer passes a differentiable tensor between stages outside its `Crossing`. Only the first
             microbatches of a model are checked.
-        CollectiveMismatch: ranks of one pipeline, or ranks that share a set of experts, differ in the schedule, its
-            options, the model's mode (training or evaluation) or the number of microbatches; or ranks of one pipeline
-            passed different microbatches.
+        CollectiveMismatch:
+            - Ranks of one pipeline, or ranks that share a set of experts, differ in the schedule, its options, the
+              model's mode (training or evaluation) or the number of microbatches.
+            - Ranks of one pipeline passed different microbatches.
     """
     layers, depths = layers_of(model), depths_of(model)
     assert isinstance(model, nn.Module)  # layers_of has refused others
@@ -175,8 +176,8 @@ def evaluate(
     Without labels, `losses` is empty.
 
     Raises the errors of `forward_backward` about `model` and `microbatches`. If you request outputs, also raises
-    TypeError for a model without `logits`, and ValueError for microbatches of different sequence lengths, for labels in
-    only some microbatches, and for a model with prediction depths in training mode.
+    TypeError for a model without `logits`, and ValueError for a model with prediction depths in training mode. Raises
+    ValueError too if the sequence lengths of microbatches differ, or if only some microbatches have labels.
     """
     layers, depths = layers_of(model), depths_of(model)
     assert isinstance(model, nn.Module)  # layers_of has refused others

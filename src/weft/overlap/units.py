@@ -132,7 +132,8 @@ class ModelUnits:
         return around
 
     def _read(self, step: Step) -> Iterator[tuple[str, int, tuple[Unit, ...]]]:
-        """Yield each scope of `step` (depth, layer, experts) with its number and the units held during it."""
+        """Yield each scope that contains `step`: its kind ("depth", "layer" or "experts"), its number, and the units to
+        hold during it."""
         if step.layer is None:
             return
         for number, depth in enumerate(self.depths):
@@ -199,9 +200,9 @@ class ModelUnits:
 
 
 def _hold(held: Sequence[Unit], mine: Sequence[Around]) -> None:
-    """Let the first step of `mine` acquire the units `held`, and let the last step that does not compute delayed weight
-    gradients release them. In a backward, reduce the units' gradients after the last step of `mine`. `mine`: the steps
-    of one microbatch in one direction."""
+    """Hold the units `held` during the steps `mine`, which are of one microbatch in one direction. The first step
+    acquires the units. The last step that does not compute delayed weight gradients releases them. In a backward, the
+    units' gradients are reduced after the last step of `mine`."""
     data = [each for each in mine if "." not in each.step.slot]
     backward = mine[0].step.direction == BACKWARD
     holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}", backward=backward)) for unit in held]

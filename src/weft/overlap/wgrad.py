@@ -2,9 +2,9 @@
 
 A product with a parameter needs two products in backward: one for the gradient of its input, and one for the gradient
 of the weight. If the forward ran under `DelayedWeights`, backward queues the second product, and `run` computes it
-later, for example during an exchange. The mode intercepts the functions in the table, so it works with any layer that
-calls them. The backward runs under the mode too, because activation checkpointing must recompute in backward exactly
-what the forward computed.
+later, for example during an exchange. `DelayedWeights` is a `TorchFunctionMode` that intercepts the functions in the
+table, so it works with any layer that calls them. The backward runs under the mode too, because activation
+checkpointing must recompute in backward exactly what the forward computed.
 
     product              delayed                                         left to autograd
     -------------------  ----------------------------------------------  --------------------------------------------

@@ -106,7 +106,7 @@ class Cut:
 
     @property
     def has_copies(self) -> bool:
-        """Whether this rank has the last stage's copy of a parameter that the first stage has on another rank."""
+        """Whether this rank has the last stage, with a copy of a parameter that the rank of the first stage has too."""
         return self.shares_ends and self.is_last
 
     @property

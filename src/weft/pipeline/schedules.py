@@ -98,8 +98,8 @@ def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
 
 class Schedule(NamedTuple):
     """A schedule and its limits. `generate(ranks, chunks, microbatches)` returns its table. `chunks`: the default
-    number of chunks on each rank. `any_chunks`: whether other numbers are possible. `microbatches_per_rank`:
-    the schedule needs at least this number times the number of ranks."""
+    number of chunks on each rank. `any_chunks`: whether other numbers are possible. `microbatches_per_rank`: the
+    minimum number of microbatches, divided by the number of ranks."""
 
     generate: Callable[[int, int, int], Table]
     chunks: int

@@ -145,8 +145,8 @@ class Channel:
     # --- parts ------------------------------------------------------------------------------------------------------
 
     def _expect(self) -> None:
-        """Issue the receive of the next message, if its shapes are known and `take` has removed all earlier receives
-        from `_expected`."""
+        """Issue the receive of the next message, if its shapes are known. Does nothing while `take` has not returned
+        the message of an earlier receive."""
         if self._expected or not self._coming or self._coming[0] not in self._known:
             return
         shapes = self._known[self._coming.popleft()]

@@ -125,9 +125,9 @@ def largest_of(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
 
 
 def wide_scales(largest: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """Return the fp32 scales of a recipe other than mx, in the shape of `largest`; for nvfp4, the scales of matrices.
+    """Return fp32 scales in the shape of `largest`, for any recipe but mx. For nvfp4, these are the scales of matrices.
 
-    `largest`: for each scale, the largest finite magnitude in the block or, for nvfp4, in the matrix.
+    `largest`: for each scale, the largest finite magnitude in its block. For nvfp4: in its matrix.
     """
     scales = largest.clamp(min=SMALLEST) / (E4M3_MAX * E2M1_MAX if recipe.kind == "nvfp4" else E4M3_MAX)
     return _rounded_up(scales) if recipe.pow2 else scales

@@ -12,7 +12,7 @@ weights or, with `compute="scaled"`, copied there in quantized form.
 With mx and `compute="scaled"`, weights have two copies. Both copies are made from the same main weights at the same
 time. Forward gathers copy 0, with blocks along the dimension over which forward products sum. Backward gathers copy 1,
 with blocks along the dimension over which backward products sum. Both copies have the same number of bytes per shard.
-Shard borders at multiples of b rows, for blocks of b elements, do not divide blocks of either copy.
+If blocks have b elements, a shard border at a multiple of b rows divides no block of either copy.
 """
 
 import dataclasses
@@ -95,8 +95,8 @@ class Narrow:
         self._come: torch.Tensor | None = None  # the gathered bytes of all shards, which `open` reads
 
     def _recipe_of(self, number: int, copy: int) -> Quantization:
-        """Return the recipe of copy number `copy` of tensor `number`. The matrices of stacks are [in, out], so that
-        forward products sum over rows."""
+        """Return the recipe of copy number `copy` of tensor `number`. If there are two copies, the blocks of copy 0 are
+        along the dimension over which forward products sum: -1, but -2 in a stack, whose matrices are [in, out]."""
         if self.copies == 1:
             return self._recipe
         return self._recipe.along(-2 if (len(self._extents[number].shape) == 3) != bool(copy) else -1)
@@ -112,8 +112,8 @@ class Narrow:
         return self._come
 
     def made_from(self, version: int) -> int:
-        """Return the version to record for a payload that is made from the main weights at `version`. This is the
-        version of the maxima, if there are any, because they may be older."""
+        """Return the version to record for a payload that is made from the main weights at `version`. If the payload
+        needs maxima, return their version, because the maxima may be from older main weights."""
         return version if self.maxima_version is None else self.maxima_version
 
     def open(self, full: torch.Tensor, copy: int) -> None:
@@ -263,8 +263,8 @@ class Narrow:
     def operand(
         self, codes: torch.Tensor, full: torch.Tensor, number: int, copy: int, *, backward: bool = False
     ) -> tuple[torch.Tensor, Any, Quantization]:
-        """Return payload, scales and recipe of tensor number `number`, for a matrix product in forward or, with
-        `backward`, in backward.
+        """Return payload, scales and recipe of tensor number `number`, for a matrix product. `backward`: whether the
+        product is in the backward.
 
         `full`: full weights that stay quantized, made from copy number `copy`. `codes`: the tensor's payload in `full`.
         With `keep_transpose`, if the product sums over the tensor's rows, the returned payload is a view of the

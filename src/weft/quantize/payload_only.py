@@ -112,7 +112,7 @@ class PayloadOnly(FlatBuffer):
             arrive(parameter)
 
     def _move(self) -> None:
-        """Replace the storage by a new one, without copying the values. A storage from NumPy cannot be resized."""
+        """Replace a storage that cannot be resized, such as one from NumPy, by a new one. Values are not copied."""
         fresh = torch.UntypedStorage(self.storage.nbytes(), device=self._local.device)
         with self._unwritten():
             for each in (self._local, *self._parts):
@@ -127,15 +127,16 @@ class PayloadOnly(FlatBuffer):
         torch._C._autograd._unsafe_set_version_counter((self._local,), (version,))
 
     def _holders(self) -> int:
-        """Count tensors in the main weights' memory, and Python references to the storage and this object's tensors."""
+        """Count tensors in the main weights' memory, and Python references to the storage and this object's tensors. A
+        higher count than in the constructor means that other code holds a tensor in this memory."""
         storage = self.storage
         sharing = torch._C._storage_Use_Count(storage._cdata)
         return sharing + sum(map(sys.getrefcount, (storage, self._local, *self._parts)))
 
 
 def payload_only_of(group: Any) -> PayloadOnly | None:
-    """Return a `PayloadOnly` that replaces the main weights of `group`, a parameter group, if they are frozen, not
-    offloaded, not empty, and have one quantized copy. Otherwise return None: the main weights are kept."""
+    """Return a `PayloadOnly` that replaces the main weights of the parameter group `group`. Return None, and thereby
+    keep the main weights, if they are trainable, offloaded or empty, or do not have exactly one quantized copy."""
     stays = group.trainable or group.offload is not None or not group.layout.data_numel
     if stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1:
         return None

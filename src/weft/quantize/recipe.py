@@ -88,7 +88,7 @@ class Quantization:
         return 2 if self.kind == "mx" and self.is_scaled else 1
 
     def along(self, dim: int) -> "Quantization":
-        """Return this mx or nvfp4 recipe with its blocks along dimension `dim` of matrices: -1 or, for mx, also -2.
+        """Return this mx or nvfp4 recipe with its blocks along dimension `dim` of matrices: -1, or -2 (only for mx).
         Along -2, the last block may be shorter."""
         size = max(self.block)
         return dataclasses.replace(self, block=(1, size) if dim == -1 else (size, 1))
