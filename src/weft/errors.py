@@ -70,8 +70,8 @@ class WeightsGone(WeftError, RuntimeError):
 class WeightsWritten(WeftError, RuntimeError):
     """Code wrote to weights at a time when the write would be lost, or would make gradients or other weights wrong.
 
-    Either it wrote to gathered weights, which are copies, or it wrote to main weights, which the optimizer updates,
-    between a forward and its backward. The message names the unit and the parameter.
+    One case is a write to gathered weights, which are copies. The other case is a write, between a forward and its
+    backward, to main weights, which the optimizer updates. The message names the unit and the parameter.
     """
 
 
@@ -129,7 +129,7 @@ class TokensDamaged(WeftError, ValueError):
 class CheckpointMismatch(WeftError, ValueError):
     """The checkpoint does not fit the state into which it is loaded.
 
-    The keys, shapes or dtypes differ, or an optimizer's class or parameter groups.
+    Keys, shapes or dtypes differ, or an optimizer has another class or other parameter groups.
     """
 
 

@@ -64,8 +64,9 @@ def unpack(stream: IO[bytes]) -> Any:
 
 
 def _check_names(pickled: bytes, length: int) -> None:
-    """Raise ValueError if the pickle uses a global outside of `_NAMES` or an opcode that no checkpoint needs, or if
-    loading it could allocate much more memory than `length`, the bytes of all files in its archive."""
+    """Raise ValueError if it is not safe to load the pickle. The pickle must contain only globals in `_NAMES`, and only
+    opcodes that checkpoints need. Loading it must not allocate much more memory than `length`, the bytes of all files
+    in its archive."""
     calls = largest = 0
     has_bare_storages = False
     for opcode, argument, _ in pickletools.genops(pickled):

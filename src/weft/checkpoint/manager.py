@@ -179,8 +179,8 @@ class CheckpointManager:
             raise CheckpointError(f"the checkpoint could not be saved: {error}") from error
 
     def close(self) -> None:
-        """Wait until the last save is committed or has failed. Then release the directory to other writers, and the
-        connections to other ranks, which must close their managers too. Later calls make new connections."""
+        """Wait until the last save is committed or has failed. Then release the directory to other writers, and close
+        the connections to the other ranks, which must call `close` too. Later calls make new connections."""
         try:
             self._finish()
         finally:
@@ -273,7 +273,8 @@ class CheckpointManager:
 
     def _load(self, state: Mapping[str, Any], step: int) -> Exception | None:
         """Fill `state` from the checkpoint of `step`. Raises CheckpointError if the checkpoint is damaged or of another
-        run. If an object in `state` raises an error, which does not mean that the checkpoint is damaged, return it."""
+        run. Errors raised by objects in `state` are returned, because they do not mean that the checkpoint is
+        damaged."""
         path = folder.path_of(self.directory, step)
 
         def described() -> tuple[Manifest, Metadata]:

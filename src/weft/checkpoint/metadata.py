@@ -83,8 +83,8 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _member(enumeration: Any, name: Any) -> _MEM_FORMAT_ENCODING:
-    """Return the member `name` of torch's enumeration of memory formats. Stands in for `getattr`, by which Python up to
-    3.11.2 pickles members. Later versions pickle members by value."""
+    """Return the member `name` of torch's enumeration of memory formats. Replaces `getattr`, which pickles of Python up
+    to 3.11.2 call to get a member. Later versions pickle members by value."""
     if enumeration is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
         raise CheckpointError("asks for an attribute, which no checkpoint needs")
     return _MEM_FORMAT_ENCODING[name]

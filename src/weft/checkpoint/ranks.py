@@ -15,9 +15,9 @@ _TIMEOUT = timedelta(hours=2)  # the slowest rank may need this much longer than
 
 
 class Ranks:
-    """The ranks of `beside` (None: this process alone), connected by a process group of their own, so that their
-    collectives do not mix with those of training. `watched`: whether the hang detector watches their collectives. One
-    thread uses an instance.
+    """The ranks of `beside`, or this process alone if `beside` is None. They get a separate process group, so that
+    their collectives do not mix with those of training. `watched`: whether the hang detector watches their collectives.
+    Only one thread may use an instance.
 
     The methods are collective: all ranks call them in the same order, while they are connected."""
 
@@ -47,7 +47,7 @@ class Ranks:
         return exchange_objects(value, self.group, "a checkpoint", watched=self._watched)
 
     def failed_anywhere(self, failed: Exception | None) -> Exception | None:
-        """Return this rank's error or, if it has none, the first one of another rank. None if no rank has `failed`."""
+        """Return `failed`, this rank's error. If it is None, return the first error of another rank, or None."""
         others = self.of_all(self._told(failed))
         return failed or next((found for found in others if found is not None), None)
 
@@ -72,8 +72,8 @@ class Ranks:
         return answer[0]
 
     def _told(self, failed: Exception | None) -> Exception | None:
-        """Return the error that other ranks raise because this rank has `failed`. Errors that are not weft's may not be
-        picklable, so a RuntimeError takes their place."""
+        """Return the error that other ranks raise for `failed`, this rank's error. It is a RuntimeError if `failed` is
+        not one of weft's errors, because other errors may not be picklable."""
         if failed is None or type(failed).__module__.startswith("weft."):
             return failed
         return RuntimeError(f"rank {self.rank}: {type(failed).__name__}: {one_line(failed)}")

@@ -147,10 +147,10 @@ class OptimizerState:
         self._filled = list(targets)
 
     def check_load(self, plain: Mapping[str, Any]) -> None:
-        """Raise CheckpointMismatch if the checkpoint has the state of another class of optimizer or other parameter
-        groups, or if a parameter with stored state had another shape or dtype. If a class is not one of torch.optim, or
-        is not in the checkpoint, the names of the options are compared instead of the classes. Older checkpoints
-        contain neither the class nor the shapes."""
+        """Raise CheckpointMismatch if the checkpoint's optimizer does not match this one. Both must have the same class
+        and the same parameter groups. Parameters with stored state must have the same shapes and dtypes. Older
+        checkpoints contain neither the class nor the shapes. If the checkpoint lacks the class, or if a class is not
+        from torch.optim, the names of the options are compared instead of the classes."""
         self._loaded_options(plain["groups"])
         saved = {name: shape for group in plain["groups"] for name, shape in group.get("shapes", {}).items()}
         here = {name: shape_of(self.parameters[name]) for name in self._filled}
@@ -290,8 +290,8 @@ def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _class_name(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name of the class of `optimizer`; for a flat optimizer, of the class that it replaces. Return None for
-    a class that is not of torch.optim: it may wrap an optimizer of any class, or have options and state of its own."""
+    """Return the name of the class of `optimizer` or, if it is a flat optimizer, of the class that it replaces. Return
+    None if the class is not from torch.optim: such an optimizer may wrap any other, or have other options and state."""
     cls = type(optimizer)
     cls = cls.__bases__[-1] if isinstance(optimizer, FlatOptimizer) else cls
     return cls.__name__ if cls.__module__.startswith("torch.optim.") else None
@@ -299,7 +299,7 @@ def _class_name(optimizer: torch.optim.Optimizer) -> str | None:
 
 def _keep_dtypes(stored: Mapping[str, Any], loaded: dict[str, Any]) -> None:
     """Give `loaded` the dtypes of `stored`. torch's `load_state_dict` casts all state of a parameter except "step" to
-    the dtype of the parameter, such as the fp32 factors that NAdam keeps for a bf16 parameter."""
+    the dtype of the parameter. For a bf16 parameter, it would cast the fp32 factors of NAdam to bf16."""
     for key, value in stored.items():
         now = loaded.get(key)
         if isinstance(value, Mapping) and isinstance(now, dict):
@@ -344,8 +344,9 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_loadable(name: str, value: Any, state: Mapping[str, Any]) -> None:
-    """Raise TypeError if `value`, whose state dict is `state`, is an optimizer with torch's state dict. In a new
-    process, before its first step, it has no state that a load could fill. `name`: its name in the state to save."""
+    """Raise TypeError if `value` is an optimizer with torch's state dict. A load fills existing tensors, but in a new
+    process the optimizer has none before its first step. `state`: the state dict of `value`. `name`: the name of
+    `value` in the state to save."""
     if isinstance(value, torch.optim.Optimizer) and {"state", "param_groups"} <= state.keys():
         raise TypeError(
             f"the state {name!r} is of type {type(value).__name__}: pass weft.checkpoint.OptimizerState(model, "

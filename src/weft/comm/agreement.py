@@ -5,9 +5,11 @@ for its device: the ranks compare their queued work while the devices still comp
 
 At the end of a backward the ranks exchange which collectives they issued, which parameters have gradients, and which
 units (sets of parameters that are gathered and reduced together) still wait for their reduction. Each rank then starts
-the reductions that are due on any rank. Messages of different units can have the same size, so ranks that issued
-different collectives could mix up gradients. The exchange therefore raises an error before the optimizer can use these
-gradients. A parameter keeps `.grad = None` only if no rank has a gradient for it, as in a single process.
+the reductions that are due on any rank. A parameter keeps `.grad = None` only if no rank has a gradient for it, as in a
+single process.
+
+If the ranks issued different collectives, the exchange raises an error before the optimizer can use the gradients. By
+then, units whose messages have the same size may have received each other's gradients.
 """
 
 import hashlib
@@ -75,9 +77,9 @@ class Agreement:
     def same_structure(
         self, units: Sequence[str], groups: Sequence[dist.ProcessGroup], trains: Sequence[bool] = ()
     ) -> list[bool]:
-        """Raise CollectiveMismatch if `units`, descriptions of this rank's units and parameters, differ between ranks.
-        Return, for each parameter group of the units, whether any rank trains it. `trains`: for each parameter group,
-        whether this rank trains it. `groups`: the process groups, as in `compare`."""
+        """Return, for each parameter group of the units, whether any rank trains it. Raise CollectiveMismatch if
+        `units` differs between ranks. `units`: descriptions of this rank's units and parameters. `trains`: for each
+        parameter group, whether this rank trains it. `groups`: the process groups, as in `compare`."""
         word = _fingerprint(units)
         high, low = agree([word, -word], groups, "first pass", channel=self.channel)
         if high != -low:
@@ -93,8 +95,9 @@ class Agreement:
         names: Sequence[str],
         groups: Sequence[dist.ProcessGroup],
     ) -> tuple[list[list[bool]], bool]:
-        """Compare the logs of all ranks at the end of a backward, and clear this rank's log. Return two values: `flags`
-        with each flag true if it is true on any rank; and whether `ready_order` is the same on all ranks.
+        """Compare the logs of all ranks at the end of a backward, and clear this rank's log. Return two values. The
+        first: for each flag in `flags`, whether it is true on any rank. The second: whether `ready_order` is the same
+        on all ranks.
 
         `ready_order`: the indices of the units in the order in which their gradients were ready. `names`: the names of
         all units. `groups`: the process groups of the mesh axes, which together reach every rank. Raises

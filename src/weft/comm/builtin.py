@@ -118,12 +118,13 @@ class BuiltIn:
         return _started(dist.all_to_all_single(output, source, *sizes, group=group, async_op=_beside(output)))
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
-        """Return the number of elements of the inbox: as many as in a reduce-scatter's result; 0 for an all-reduce."""
+        """Return the number of elements of `Sum.inbox`. A reduce-scatter: those of its result. An all-reduce: 0."""
         return partial_numel // size if scatters else 0
 
     def _scaled(self, partial: Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:
-        """Return the reduce operation to use, and the factor by which its result must be multiplied. May scale
-        `partial`."""
+        """Return two values. The first: the reduce operation. The second: the factor by which the caller must multiply
+        the result. A sum in a dtype narrower than fp32 has the factor 1, because this function scales `partial`
+        instead."""
         if scale == 1 / size and not sum_only and self._averages:
             return dist.ReduceOp.AVG, 1.0
         if partial.dtype.itemsize < 4:  # an fp16 sum may overflow: scale the terms first

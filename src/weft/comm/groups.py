@@ -2,6 +2,7 @@
 
 tag of a message = CHANNEL_STRIDE * channel + a number below CHANNEL_STRIDE, by purpose:
 
+number      purpose                       module of `weft.comm`
 98          aborting transfers            gloo.sends
 101..199    lanes, first round            lanes
 200..499    integers between hosts        agreement
@@ -160,8 +161,8 @@ def twin_group(group: dist.ProcessGroup) -> Any:
 
 
 def second_communicator(group: dist.ProcessGroup) -> Any:
-    """Return `group` if gloo is its only backend and messages have tags: those with different tags can then overlap.
-    Otherwise return a `twin_group`."""
+    """Return `group` itself if gloo is its only backend and messages have tags, because messages with different tags
+    can overlap. Otherwise return a `twin_group`."""
     tagged = transport_of(group, torch.device("cpu")).capabilities.tags
     of_hosts = all(backend.name() == HOSTS for backend in _backends(group))
     return group if tagged and of_hosts else twin_group(group)

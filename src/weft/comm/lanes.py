@@ -70,8 +70,8 @@ class Ticket:
             transfer.abandon(timeout)
 
     def abandon_watched(self) -> None:
-        """Do the same as `abandon`. Meanwhile, this rank joins gathers that other ranks need before they reach the end
-        of this transfer."""
+        """Do the same as `abandon`. Other ranks may need this rank in gathers before they can end this transfer. During
+        the wait, this rank joins such gathers."""
         with suppress(CollectiveMismatch), watched(self._call):  # the next wait raises it again
             self.abandon()
         self.abandon()  # if the mismatch was known before; otherwise this does nothing
@@ -110,7 +110,7 @@ class Ticket:
         self.wait()
 
     def _order(self, stream: Any) -> None:
-        """Make `stream` wait for this ticket, and thereby for the tickets that end before it starts."""
+        """Make `stream` wait for this ticket, and thereby for all earlier tickets in its chain of `after`."""
         if self._event is not None and stream not in self._behind:
             stream.wait_event(self._event)
             each: Ticket | None = self

@@ -98,9 +98,9 @@ def moment(device: torch.device) -> Any:
 
 
 def lend(memory: torch.Tensor, stream: Any) -> None:
-    """Declare that `stream` also uses `memory`, which belongs to the current stream, as `Tensor.record_stream` does.
-    After the tensor is freed, its memory is not reused until `stream` has finished the work that it had at that time.
-    If `stream` is None, do nothing."""
+    """Declare, like `Tensor.record_stream`, that `stream` also uses `memory`, which belongs to the current stream.
+    After `memory` is freed, it is not reused until the work issued to `stream` by then has ended. If `stream` is None,
+    do nothing."""
     if stream is None:
         return
     if _checker is not None:

@@ -108,9 +108,9 @@ class Sum(NamedTuple):
 
 
 class Transport(Protocol):
-    """Collectives over one backend. They do what the functions of the same names in `weft.comm.collectives` do. Each
-    collective starts its transfers and returns a `Pending`. Reductions may overwrite `partial`. They, and
-    `inbox_numel`, are called only for more than one rank."""
+    """Collectives over one backend. Each collective does what the function of the same name in `weft.comm.collectives`
+    does: it starts its transfers and returns a `Pending`. Reductions may overwrite `partial`. Reductions and
+    `inbox_numel` are called only for groups of more than one rank."""
 
     capabilities: Capabilities
 

@@ -1,9 +1,9 @@
 """Streams and events as vector clocks.
 
-A clock maps each actor (a stream or the host) to the number of its pieces of work that are known to have ended. The
-pieces of work of each actor are numbered from 1; the number of a piece is its time. A piece with time t ended before an
-operation if the operation's clock has t or more for the actor of the piece. An event is a copy of a clock. When an
-actor waits for an event, the actor's clock gets, for each entry, the larger of its own value and the event's value.
+An actor is a stream or the host. The pieces of work of each actor are numbered from 1; the number of a piece is its
+time. A clock maps each actor to the time of its last piece that is known to have ended. A piece with time t therefore
+ended before an operation if the operation's clock has t or more for the actor of the piece. An event is a copy of a
+clock. When an actor waits for an event, each smaller entry of the actor's clock rises to the event's value.
 """
 
 from collections.abc import Callable, Mapping

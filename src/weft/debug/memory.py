@@ -1,8 +1,8 @@
 """Records, for each range of memory, the last write and the reads since then.
 
-bytes of a storage   0        64            256                512
-last write           |  mm, compute          |  all-gather, gather  |
-reads since          |  -     |  mul, compute, time 7   |   -       |
+bytes of a storage   0        64                256                    512
+last write           |  mm, compute             |  all-gather, gather  |     (operator, stream)
+reads since          |  -     |  mul, compute   |  -                   |
 
 access   must happen after
 ------   --------------------------------------------------------------------------------------------------------

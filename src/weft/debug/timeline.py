@@ -1,6 +1,6 @@
 """Records when communication and computation ran. Lanes (communication queues) report their operations, and the waits
 for these, to the recording timeline. Schedules (`weft.overlap`) report their compute steps. If no timeline is
-recording, each of them only checks whether a list is empty.
+recording, a report costs only the check whether a list is empty.
 
     with Timeline() as timeline:
         step()

@@ -8,10 +8,10 @@ all others                       element-wise, on operands that are cut     `on_
                                    or can be sliced in the same way
 foreach and fused optimizers     on lists, all tensors at once              `on_lists`
 
-The fast path and `on_lists` pass local parts to the method or function of torch that has the operator's name, because
-it parses its arguments faster than the operator. A rule returns `NotImplemented` or raises TypeError if it cannot run
-the operator on local parts. The rules run below autograd, so they increment the version counters of the local parts
-that they write to.
+The fast path and `on_lists` do not call the operator. They call torch's method or function of the same name, which
+parses its arguments faster. A rule (`rules.py`) that cannot run the operator on local parts returns `NotImplemented` or
+raises TypeError. The rules run below autograd, so they increment the version counters of the local parts that they
+write to.
 """
 
 import operator
@@ -133,9 +133,9 @@ def _beside(operands: tuple) -> list[Any] | None:
 
 
 def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an element-wise operator on the local parts. Each operand must be a scalar, or have the result's cuts or
-    shape. An operand with the same shape but other cuts is sliced by the result's cuts; a DTensor is gathered first.
-    Plain tensors are sliced only if the operator writes to a sharded tensor. For other operands, return
+    """Run an element-wise operator on the local parts. A scalar, or an operand with the result's cuts, needs no change.
+    A DTensor with the result's shape but other cuts is gathered, then sliced by the result's cuts. A plain tensor of
+    the result's shape is sliced if the operator writes to a sharded tensor. For any other operand, return
     `NotImplemented`."""
     # Optimizers call these operators once per parameter, so avoid slow pytree functions: the operators take no lists.
     changed = kwargs.get("out", args[0]) if func._schema.is_mutable else None
@@ -240,9 +240,9 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], written: bool) -> Any:
-    """Return the argument `values`, with its tensors cut like those in the list `first`. `cuts`: the cuts of `first`.
-    Tensors with other cuts are sliced; if they are `written` to, TypeError is raised. Equal cuts become one object,
-    which is compared faster."""
+    """Return the argument `values`, with each tensor cut like the tensor at its place in the list `first`. `cuts`: the
+    cuts of `first`. A tensor with other cuts is sliced. If the operator writes to it (`written`), raise TypeError
+    instead. Equal cuts are replaced by the same object, because the next comparison is then faster."""
     if not isinstance(values, (list, tuple)) or not any(isinstance(value, torch.Tensor) for value in values[:1]):
         return values
     if all(map(operator.is_, found := _cuts_of(values), cuts)):

@@ -34,9 +34,9 @@ def _with_spec(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def combined_norms(parts: torch.Tensor, order: float, like: UnevenDTensor) -> torch.Tensor:
-    """Combine the norms of local parts into norms of whole tensors. Collective. `parts`: this rank's norms from
-    `part_norm`, 1-D, or 0-D for one tensor. They may be overwritten. `like`: any one of the tensors, which must all be
-    sharded over the same axes."""
+    """Combine the norms of local parts into norms of whole tensors. Collective. All tensors must be sharded over the
+    same axes. `parts`: this rank's norms from `part_norm`, as a 1-D tensor, or 0-D for one tensor. It may be
+    overwritten. `like`: any one of the tensors."""
     if not like.axes:
         return parts
     if math.isinf(order):
@@ -98,8 +98,8 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh | None]:
-    """Return lists of indices. The tensors of a list have one dtype, and are sharded over the same axes of one mesh.
-    Also return a mesh on which the norms of all lists are replicated, or None."""
+    """Return two values. The first: the indices of the sharded tensors, in one list for each combination of mesh,
+    sharded axes and dtype. The second: a mesh on which the norms of all lists are replicated, or None."""
     together: dict[tuple[int, tuple[int, ...], torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, UnevenDTensor):
@@ -163,8 +163,8 @@ def _all_sharded(tensors: list[Any]) -> bool:
 
 @torch.no_grad()
 def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
-    """Return the norm of all `tensors`, to which each rank contributes one number per list of `_alike` tensors. Return
-    None if the tensors have several devices or dtypes, or meshes that do not fit together."""
+    """Return the norm of all `tensors`. Each rank contributes one number for each list of `_alike` tensors. Return None
+    if the tensors have several devices or dtypes, or meshes that do not fit together."""
     together, mesh = _alike(tensors)
     parts = parts_of(tensors)
     if mesh is None or len(kinds_of(parts)) > 1:

@@ -2,16 +2,16 @@
 
 The cuts of a tensor (`weft.layout.cuts`) are the borders between the parts that the ranks have.
 
-    placements of a parameter                   torch treats it as    `DTensor.from_local` treats it as
-    ------------------------------------------  --------------------  --------------------------------------------------
-    Shard(dim), of even cuts                    even cuts             even cuts
-    UnevenShard(dim, cuts), equal to Shard(dim) even cuts             `cuts`: the local tensor is one of the parts
+    placement of a parameter                      torch treats it as   `DTensor.from_local` treats it as
+    --------------------------------------------  -------------------  -------------------------------------------------
+    Shard(dim), if the cuts are even              even cuts            even cuts
+    UnevenShard(dim, cuts), equal to Shard(dim)   even cuts            `cuts`: the local tensor is one of the parts
 
 With a parameter's placements, `distribute_tensor` and `redistribute` return a DTensor with even cuts. The parameter's
 `copy_` and other operators accept this DTensor, however the parameter is cut. `from_local` returns a tensor with the
-parameter's cuts. torch's `from_local` would multiply the local shape by the number of ranks, with a different result on
-each rank, and a placement cannot change this. Therefore weft wraps `from_local` and `redistribute`. With torch's own
-placements, both behave as in torch.
+parameter's cuts. torch's own `from_local` multiplies the local shape by the number of ranks. With uneven cuts, this
+product differs between ranks, and a placement cannot change the computation. Therefore weft wraps `from_local` and
+`redistribute`. With torch's own placements, both behave as in torch.
 """
 
 import functools
@@ -90,8 +90,8 @@ class _FromLocal(torch.autograd.Function):
 def _like_a_part(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], given: torch.Size | None
 ) -> UnevenDTensor:
-    """Return the sharded tensor whose part on this rank is `local`. Raises ValueError if `local` or `given`, the shape
-    that the user passed, does not fit `placements`, or if `placements` are not those of one parameter."""
+    """Return the sharded tensor whose part on this rank is `local`. `given`: the shape that the user passed, or None.
+    Raises ValueError if `placements` are not those of one parameter, or do not fit `local` and `given`."""
     first: Any = next(each for each in placements if isinstance(each, _Uneven))
     cuts, shape = first.cuts, first.shape
     if [axis for axis, each in enumerate(placements) if isinstance(each, _Uneven)] != sorted(cuts.axes):

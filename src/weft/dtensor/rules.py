@@ -94,8 +94,8 @@ _localized = partial(tree_map, local_of)
 
 
 def _new_empty(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Return a plain tensor for `nn.init`, which fills it and copies it to the parameter. With a `device` and the same
-    shape, return a tensor with the same cuts for checkpoint stagers, which copy local parts."""
+    """Return a plain tensor: `nn.init` fills it and copies it to the parameter. For a call with a `device` and an
+    unchanged shape, return a tensor with the same cuts: checkpoint stagers copy local parts."""
     tensor = args[0]
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     if "device" in kwargs and tuple(args[1]) == tensor.shape and isinstance(tensor, UnevenDTensor):
@@ -152,7 +152,7 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
 
 
 def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Every rank draws all values and keeps its part: with equal generators, the values that one process would draw."""
+    """Every rank draws all values and keeps its part. If generators are equal, one process would draw the same."""
     target = args[0]
     if not isinstance(target, UnevenDTensor):  # out=
         return _write_through(func, args, kwargs)
@@ -229,7 +229,7 @@ _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def _on_owner(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run the operator on the rank that has all operands; others get an empty part. If none has all: `_on_whole`."""
+    """Run the operator on the rank that has all operands; others get empty parts. If none has all, use `_on_whole`."""
     operands = uneven_in((args, kwargs))
     like = operands[0]
     owner = like.owner
@@ -347,8 +347,8 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _write_through(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an operator that writes to a sharded tensor or its views on the gathered tensor; each rank keeps its part.
-    Operands that are the same tensor, or views of it, share the gathered tensor's memory, as in one process."""
+    """Gather the tensor that the operator writes to, directly or through views. Run the operator on the gathered
+    tensor; each rank keeps its part. Operands that are this tensor or its views share one memory, as in one process."""
     changed = changed_by(func, args, kwargs)
     parents = parents_of(changed)
     if not parents:

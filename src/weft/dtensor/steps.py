@@ -3,23 +3,21 @@
 If an operator runs on a sharded tensor, torch calls into Python. This costs more than the arithmetic of a small tensor.
 An operator on a list of sharded tensors makes one such call for all. An operator on plain local parts makes none.
 
-    optimizer            parameters of the group           foreach, fused    steps
-    -------------------  --------------------------------  ----------------  -----------------------------------
-    Adam, AdamW, SGD,    all sharded, on CPU, all in       None, None        over lists, as with `foreach=True`, with
-      Adagrad              fp32 or all in fp64                                 bitwise the same values; over lists of
-                           (gradients, states too), on                         local parts if gradients and states have
-                           average at most `SMALL`                             the cuts of their parameters
-                           elements for a rank
-                         all sharded, on CPU, in one       None, None        over local parts, one by one; in fp32 and
-                           dtype (gradients, states too),                      fp64, over large ones in pieces
-                           gradients and states with the
-                           cuts of their parameters
-    any                  anything else                     anything          as torch chooses
+If `foreach` and `fused` are None, weft chooses how Adam, AdamW, SGD and Adagrad step. All parameters of the group must
+be sharded and on CPU. Parameters, gradients and states must have one dtype. Steps then run:
 
-weft also leaves the choice to torch if hyperparameters are tensors, or if steps are differentiable. With Nesterov
-momentum, weft does not step over lists, because such a step would change the gradients.
+    gradients and states have  | small group: fp32 or fp64, on average  | other groups
+                               | at most `SMALL` elements for a rank    |
+    ---------------------------+----------------------------------------+---------------------------------------
+    the cuts of the parameters | over lists of local parts              | over local parts, one by one; in fp32
+                               |                                        | and fp64, over large ones in pieces
+    other cuts                 | over lists of sharded tensors          | as torch chooses
 
-torch makes this choice in the functions that its optimizers call with the parameters of a group. weft wraps these
+A step over lists is torch's step with `foreach=True`, and gives bitwise the same values as without. With Nesterov
+momentum, weft does not step over lists, because such a step would change the gradients. In all other cases, such as
+with hyperparameters that are tensors, or with differentiable steps, torch chooses.
+
+torch makes its choice in the functions that its optimizers call with the parameters of a group. weft wraps these
 functions. Therefore weft sees changes that the user's hooks make, and stores nothing in the optimizer.
 """
 
@@ -84,7 +82,7 @@ def _are_small(parameters: Sequence[Any]) -> bool:
 
 
 def _are_cut_alike(parameters: Sequence[Any], lists: Sequence[list[Any]]) -> bool:
-    """Return whether each of `lists` has tensors with the parameters' cuts, or only 0-D tensors and None."""
+    """Return whether each of `lists` has only tensors with the parameters' cuts, or only 0-D tensors and None."""
     cuts, shaped = [each._cuts for each in parameters], any(each.dim() for each in parameters)
     for values in lists:
         if len(values) not in (0, len(parameters)):

@@ -149,7 +149,8 @@ def tensor_parallel_of(
 
 
 def _beside(spec: DTensorSpec, replicas: Collection[str], where: str) -> DTensorSpec | None:
-    """Return the spec over the one axis that is not in `replicas`, or None without one. `spec`: of the whole mesh."""
+    """Return the spec over the one axis that is not in `replicas`. Return None if there is no such axis. `spec`: the
+    spec over the whole mesh."""
     names = spec.mesh.mesh_dim_names or ()
     for name, placement in zip(names, spec.placements):
         if name in replicas and not placement.is_replicate():

@@ -318,7 +318,8 @@ if _BYPASSED:
 
 
 class _Read(torch.autograd.Function):
-    """Returns this rank's part or the `whole` tensor. `partial`: placements if the gradient must be summed, or None."""
+    """Returns the whole tensor if `whole`, else this rank's part. `partial`: the result of `_partial` for the
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: UnevenDTensor, whole: bool, partial: Any) -> torch.Tensor:
@@ -338,9 +339,9 @@ class _Read(torch.autograd.Function):
 
 
 def _partial(given: Any, own: tuple[Placement, ...]) -> list[Placement] | None:
-    """Return a gradient's placements, each partial or replicated, or None if no sum is needed. `given`: the user's
-    placements. `own`: the tensor's placements. Raises ValueError if `given` differs from `own` in anything other than
-    `Partial()` in place of `Replicate()`."""
+    """Return the placements of a gradient that must be summed: `Partial()` where `given` has it, `Replicate()`
+    elsewhere. Return None if no sum is needed. `given`: the user's placements. `own`: the tensor's placements. Where
+    the two differ, `own` must have `Replicate()` and `given` must have `Partial()`. If not, raise ValueError."""
     if given is None or tuple(given) == own:
         return None
     if len(given) != len(own) or any(a != b and not (a.is_partial() and b.is_replicate()) for a, b in zip(given, own)):

@@ -79,8 +79,8 @@ class ShardedView(RuledDTensor):
 
 
 def like_of(tensor: torch.Tensor) -> AbstractContextManager:
-    """Return a context in which new tensors can share the version counter of `tensor`, as its views do. A tensor made
-    in inference mode has none."""
+    """Return a context in which new tensors can share the version counter of `tensor`, as its views do. Tensors made in
+    inference mode have no version counter, so the context leaves this mode, unless `tensor` was made in it."""
     return torch.inference_mode(tensor.is_inference()) if torch.is_inference_mode_enabled() else nullcontext()
 
 

@@ -126,8 +126,8 @@ class Gloo:
         """All-reduce in one or two rounds of messages.
 
             2 ranks    each sends its whole tensor; the sum is in the wider dtype of `output` and `partial`
-            more       each rank receives and sums its slice, at least in fp32, and sends the sum in the dtype of
-                       `partial`
+            more       first round: each rank receives its slice from all others, and sums at least in fp32;
+                       second round: each rank sends its sum to all others, in the dtype of `partial`
 
         All messages of a round overlap, in both directions. The second round starts as soon as the first has ended on
         this rank. On a lane, a thread starts it, during the computation.

@@ -146,8 +146,9 @@ class HangDetector:
         self._failed = ""
 
     def fail(self, what: str) -> None:
-        """Publish `what`, the exception that ended a pass of this rank. This happens immediately, so that ranks whose
-        waits fail because this process exits can find the reason. Further calls do nothing until `begin_pass`."""
+        """Publish `what`, the exception that ended a pass of this rank. If this process then exits, waits of other
+        ranks fail. These ranks must find the reason, so `what` is published immediately. Further calls do nothing until
+        `begin_pass`."""
         if self._failed:
             return
         self._failed = what
@@ -329,7 +330,7 @@ class HangDetector:
         return bool(joined)
 
     def _judge(self, mine: State, verdict: str) -> None:
-        """If this rank's wait is still the wait of state `mine`, publish `verdict`, and abort the wait."""
+        """If this rank is still in the wait that its state `mine` describes, publish `verdict` and abort the wait."""
         with self._lock:
             call = self._call
             if call is None or mine.token != str(self._token):
