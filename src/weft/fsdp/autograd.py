@@ -1,11 +1,12 @@
 """Detects reads of freed full weights, writes that would be lost, and uses of the original parameters after sharding.
 
-    weights      version counter                  class              who may read them
-    -----------  -------------------------------  -----------------  -------------------------------------------------
-    gathered     the main weights' counter        Parameter          all code
-    freed        1,000,000,000 + a number of the  `_Gone` subclass   no code. On every path into backward, autograd's
-                 group                            of Parameter       version check raises for saved tensors. The class
-                                                                     raises for parameters that code has kept.
+    weights     version counter                              class                           who may read them
+    ----------  -------------------------------------------  ------------------------------  -----------------
+    gathered    the main weights' counter                    Parameter                       all code
+    freed       a number of the group, >= 1,000,000,000      `_Gone` subclass of Parameter   no code
+
+Two checks refuse reads of freed weights. Autograd's version check raises for tensors that a forward has saved, on every
+path into backward. The `_Gone` class raises for parameters that code has kept.
 
 Autograd also raises if main weights were written to between forward and backward, as it does for a plain module. Here a
 write to one parameter counts for all parameters of its group. If a gathered copy has a version that this file has not
@@ -234,7 +235,7 @@ _WRITES = re.compile(
 
 def retire(original: nn.Parameter) -> None:
     """Make `original` raise an error when an operator writes to it, when code uses its `.grad`, and when a backward
-    reaches it (see `Original`). The error takes its name from `record_of(original)`."""
+    reaches it (see `Original`). `record_of(original)` gives the parameter's name for the error."""
     if original.requires_grad:
         original.register_hook(unserializable_hook(functools.partial(_refuse_gradient, weakref.ref(original))))
     original.__class__ = _subclass(Original, type(original))
@@ -277,10 +278,11 @@ Each has the number of backwards that were inspected since then. Backwards with 
 def explaining(
     run: Callable[..., Any], look_around: Callable[..., list], settle: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Wrap `run`, torch's function that runs a backward, so that its errors name weights. As long as
-    `first_backwards` is not empty, each backward without `inputs` first calls `look_around(first_backwards, outputs)`,
-    whose result replaces the list. After each backward that raised no error, `settle()` is called. A backward raises if
-    it computes no gradient of a sharded parameter in `inputs` whose unit waits for its backward."""
+    """Wrap `run`, torch's function that runs a backward. Errors about sharded weights then name these weights. If
+    `inputs` has a sharded parameter whose unit waits for its backward, and the backward computes no gradient of this
+    parameter, the wrapper raises. While `first_backwards` is not empty, a backward without `inputs` begins with
+    `look_around(first_backwards, outputs)`, whose result replaces `first_backwards`. A backward without an error ends
+    with `settle()`."""
 
     @functools.wraps(run)
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

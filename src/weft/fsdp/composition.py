@@ -45,8 +45,8 @@ def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> An
 
 
 def refusing_sharded(init: Callable[..., None], at: int, why: str) -> Callable[..., None]:
-    """Wrap a torch constructor so that it raises ValueError(`why`) if a sharded parameter is its argument number `at`,
-    counted from 0 without self."""
+    """Wrap `init`, a constructor of torch. If argument number `at` (counted from 0, without self) is a sharded
+    parameter, the wrapper raises ValueError with the text `why`."""
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:

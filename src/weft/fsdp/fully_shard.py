@@ -54,7 +54,8 @@ def fully_shard(
         module: a module, or a list of modules that are gathered and reduced together.
         mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard); with `dp_mesh_dims`, a larger mesh.
             Default: a 1-D mesh of all ranks on the device of the first parameter that is not ignored. If this device is
-            "cpu" or "meta": on CUDA if CUDA is available and the process group's backend is not gloo, otherwise on CPU.
+            "cpu" or "meta", the mesh is on CUDA, provided that CUDA is available and the process group's backend is not
+            gloo. If not, the mesh is on CPU.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO 0 to 3) or `weft.Placements`. Default:
             "optim_grads_params", or "no_shard" if `dp_mesh_dims` names axes to replicate over but none to shard over.
         outer_strategy: the strategy over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).

@@ -1,18 +1,18 @@
 """The parameters of one unit that share dtype, `requires_grad`, mesh and precision recipe.
 
-buffer        lives       placement    dtype        holds
-main_weight   always****  optimizer    main         the weights that the optimizer updates; registered between uses
-model_weight  always*     parameter    compute***   the input of gathers
-full          gathered**  Replicate    compute***   the weights that forward and backward read; registered during uses
-gradients                                           see `weft.fsdp.gradients.group`
+buffer        lives       placement  dtype    holds
+main_weight   always      optimizer  main     the weights that the optimizer updates; registered between uses
+model_weight  always      parameter  compute  the input of gathers
+full          gathered    Replicate  compute  the weights that forward and backward read; registered during uses
+gradients                                     see `weft.fsdp.gradients.group`
 
-*   Without quantization: if model_weight and main_weight are sharded alike over several ranks, they are one buffer, and
-    gathers cast and upload. Otherwise, main_weight is in the memory of model_weight if their dtypes are equal and
-    nothing is offloaded. `copies` has two model weights if forward and backward use different quantized weights.
-**  If every rank keeps all weights, `full` is the same buffer as model_weight, and always lives.
-*** With quantization, model_weight holds the bytes of the payload, and `full` is a separate buffer even if every rank
-    keeps all weights. With `compute="scaled"`, `full` is in float8.
-**** Main weights of quantized parameters that are frozen may be freed between uses (`weft.quantize.payload_only`).
+Without quantization: if model_weight and main_weight are sharded alike over several ranks, they are one buffer, and
+gathers cast and upload. In other cases, main_weight is in the memory of model_weight if their dtypes are equal and
+nothing is offloaded. If every rank keeps all weights, `full` is the same buffer as model_weight, and always lives.
+
+With quantization: model_weight holds the bytes of the payload, and `full` is a separate buffer in every case. `copies`
+has two model weights if forward and backward use different ones. With `compute="scaled"`, `full` is in float8. Main
+weights of frozen parameters may be freed between uses (`weft.quantize.payload_only`).
 
 Writes to a sharded parameter increment the version counter of the main weights, except writes that torch does not
 count, such as those through `.data` or `numpy()` of its local tensor. The counter shows whether gathered weights are up
@@ -169,7 +169,7 @@ class ParameterGroup:
 
     @property
     def main_changed(self) -> bool:
-        """Whether the main weights have changed since separate model weights were made, or these are outdated."""
+        """Whether separate model weights are outdated, or were made before the main weights last changed."""
         return self.refreshes and self._refreshed_from != self.version
 
     @property
@@ -184,8 +184,8 @@ class ParameterGroup:
 
     @property
     def is_written(self) -> bool:
-        """`is_stale` or, if the model weights are outdated, whether the main weights have changed since the ranks
-        agreed on the maxima for the next update. False if the update needs no maxima."""
+        """If the model weights are not outdated: `is_stale`. If they are: whether the main weights have changed since
+        the ranks agreed on the maxima for the next update; False if the update needs no maxima."""
         return self.payload.made_from(self.version) != self.version if self.is_outdated else self.is_stale
 
     def outdate(self, *, agreed: bool = False) -> None:
@@ -238,8 +238,8 @@ class ParameterGroup:
 
     @property
     def fits_buckets(self) -> bool:
-        """Whether the group's gather may share a message: it runs for each use, reads weights that are on the device
-        and are updated without messages, reads no post-forward shard, and its transport bundles messages."""
+        """Whether the group's gather may share a message. The weights must be gathered for each use, be on the device,
+        be updated without messages, and leave no post-forward shard. The transport must bundle messages."""
         return (
             self.transient is not None
             and (not self.refreshes or (self.payload.refreshes and self.plan.moves and not self.refreshed_bytes))

@@ -204,8 +204,8 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Set whether parameters that no rank used get a gradient of zeros if the backward of their unit ran.
 
-        By default they get none, unless `check_collectives` is False. A parameter that any rank used is always reduced.
-        """
+        By default, they get no gradient. With `check_collectives=False`, they get zeros under both settings. A
+        parameter that any rank used is always reduced."""
         gives_all = _switch("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in units_under(self, recurse):
             for group in unit.groups:
@@ -251,8 +251,8 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Clean up the model after an exception in forward or backward. Without this call, the next pass cleans up. A
-        failed backward drops the gradients of all units and sets their `.grad` to None. A failed forward keeps `.grad`,
-        but this call drops the unreduced gradients of earlier backwards, which the next pass would keep."""
+        failed backward drops the gradients of all units and sets their `.grad` to None. A failed forward keeps `.grad`.
+        After a failed forward, this call drops gradients that are not reduced yet; the next pass would keep them."""
         runtime_of(self).reset()
 
 

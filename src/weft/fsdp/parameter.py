@@ -54,9 +54,9 @@ class Slot:
 
 @dataclass(eq=False)
 class Unsharded:
-    """A parameter that is about to be sharded over `mesh`. `value`: the tensor that holds its values: `original` or, if
-    `original` is on the meta device, the tensor that was filled for it, if any. `cutting`: the number of elements
-    between possible cuts, and the dimension that is cut."""
+    """A parameter that is about to be sharded over `mesh`. `value`: the tensor with the parameter's values. It is
+    `original`, unless weft has filled another tensor in place of an `original` on the meta device. `cutting`: the
+    number of elements between possible cuts, and the dimension that is cut."""
 
     original: nn.Parameter
     value: nn.Parameter
@@ -177,8 +177,9 @@ SHARDED = attrgetter("sharded")
 
 
 def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedParameter], nn.Parameter | None]) -> None:
-    """Register the parameters in one `form`, FULL or SHARDED. (`form` may also return None, to unregister them.) Raises
-    RuntimeError if other code has replaced a registered parameter."""
+    """Register the tensor `form(record)` of each parameter. FULL returns the full tensor, SHARDED the sharded one. A
+    `form` that returns None unregisters the parameters. Raises RuntimeError if other code has replaced a registered
+    parameter."""
     # All are registered before the error is raised, so that the next call does not raise for the same reason.
     replaced: list[Slot] = []
     observed: list[tuple[nn.Module, str, nn.Parameter | None]] = []

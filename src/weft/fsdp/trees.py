@@ -1,13 +1,12 @@
 """Finds and replaces tensors in the arguments and results of modules.
 
-    value                                                 `map_tensors`        `tensors_in`
-    ----------------------------------------------------  -------------------  ------------
-    tensors; tuples, lists, dicts, named tuples, and      replaces             yields
+    place of a tensor                                  `map_tensors`                            `tensors_in`
+    -------------------------------------------------  ---------------------------------------  -------------------
+    alone; in tuples, lists, dicts, named tuples and   replaces                                 yields
     classes registered with torch's pytree
-    dataclasses                                           `in_dataclasses`:    `hidden`:
-                                                          copies and replaces  yields
-    attributes of other objects; members of sets and of   ignores              `hidden`:
-    other subclasses of dict, list and tuple                                   yields
+    in dataclasses                                     replaces in a copy, if `in_dataclasses`  yields, if `hidden`
+    in attributes of other objects; in sets and other  ignores                                  yields, if `hidden`
+    subclasses of dict, list and tuple
 
 A container without a replaced tensor stays the same object, because a module may append to a list that it receives.
 """

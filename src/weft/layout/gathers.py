@@ -66,7 +66,7 @@ class Gathered(Protocol):
 class _Pass:
     """The state of a pass. `kind`: as in `Trace`. `expected`: the units that the trace expects to be used, in order.
     `backwards`: for each of these uses, 1 if it needs backward's copy of the weights, otherwise 0. `wanted_at`: the
-    units to gather ahead, by the position in the trace and by whether the unit in use was gathered with its bundle."""
+    units to gather ahead. A key has the position in the trace, and whether the unit in use came with its bundle."""
 
     kind: str
     expected: tuple[int, ...] = ()
@@ -249,7 +249,7 @@ class GatherOrder:
         return next((number for number in uses if not self._units[number].holders), -1)
 
     def _message_of(self, unit: int) -> Collection[int]:
-        """Return the units in the message that gathers `unit`; only `unit` if backward gathers other copies of some."""
+        """Return the units in the message that gathers `unit`. Only `unit` if a unit of its bundle has two copies."""
         bundle = self.bundles.get(unit)
         if bundle is None or any(self._units[number].two_copies for number in bundle.numbers):
             return (unit,)
@@ -311,8 +311,8 @@ class GatherOrder:
         return wanted
 
     def _leave_plan(self) -> None:
-        """Stop following the trace. If an earlier pass has recorded it, count this in `off_plan` and free units outside
-        of bundles that were gathered ahead and may never be used."""
+        """Stop following the trace. If an earlier pass has recorded the trace, count this in `off_plan`. In that case,
+        also free units that were gathered ahead and may never be used, except units of bundles."""
         here = self.current
         here.on_plan = False
         if self._known(here.kind) is None:

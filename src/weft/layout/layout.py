@@ -71,8 +71,9 @@ class Layout:
         return (self.numel - self.data_numel) / max(self.data_numel, 1)
 
     def cuts(self, tensor: int, pieces: int | None = None) -> tuple[int, ...]:
-        """Return borders in tensor number `tensor`, as indices of elements in memory order. If the buffer is cut into
-        `pieces` equal pieces (default: the shards), piece r has the elements `[borders[r], borders[r + 1])` of it."""
+        """Return borders in tensor number `tensor`, as indices of elements in memory order. The buffer is cut into
+        `pieces` equal pieces (default: the shards). Piece r has elements `[borders[r], borders[r + 1])` of the tensor.
+        """
         extent = self.extents[tensor]
         pieces = pieces or self.shards
         numel = self.numel // pieces
@@ -160,7 +161,8 @@ def _preferred_steps(tensor: Extent, demanded: int) -> list[int]:
 
 
 def _shard_steps(chains: list[list[int]], align: int) -> set[int]:
-    """Return divisors of the shard size to try: `align`, and its common multiples with one or all tensors' rows."""
+    """Return steps of the shard size: each size to try is a multiple of one step. The steps are `align`, and the least
+    common multiples of `align` and the row sizes of one tensor or of all tensors."""
     steps = {align}
     for depth in range(max((len(chain) for chain in chains), default=0)):
         wanted = {chain[min(depth, len(chain) - 1)] for chain in chains}
@@ -208,9 +210,10 @@ def _place(
 
 
 def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) -> int | None:
-    """Return the first offset at or after `cursor` at which the tensor fits: every shard border inside the tensor is a
-    multiple of `step` elements after the offset. The offset, `cursor` and the borders are multiples of `start`.
-    Only the shard of `cursor` and the next one are tried, because all later borders are alike. None: no offset fits."""
+    """Return the first offset at or after `cursor` at which the tensor fits. A tensor fits if the distance from its
+    offset to every shard border inside it is a multiple of `step` elements. The offset, `cursor` and the borders are
+    multiples of `start`. Only the shard of `cursor` and the next one are tried, because all later borders are alike.
+    None: no offset fits."""
     border = (cursor // shard_numel + 1) * shard_numel
     for first, end in ((cursor, border), (border, border + shard_numel)):
         if first + size <= end:

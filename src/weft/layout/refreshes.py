@@ -1,8 +1,8 @@
 """The order in which a pass updates model weights that are kept separately from the main weights, once per step.
 
     unit                 0         1         2         3      the units that the pass may use, by number
-    gather or use of 0   update    update                     and one more, whose transfer overlaps with computation
-    gather of 2                              update    update
+    gather or use of 0   update    update                     0, and the next: its transfer overlaps with computation
+    gather of 2                              update    update 2, and the next
     end of the pass                                           the units left, whether they ran or not
 
 Ranks whose passes may use the same units update all of these units, in the same order, even if a rank runs only some

@@ -83,7 +83,7 @@ def _parts(names: list[Hashable], near: _Meetings) -> Iterable[list[Hashable]]:
 
 
 def _pack(names: list[Hashable], sizes: _Sizes, near: _Meetings) -> tuple[dict[Hashable, int], int]:
-    """Return offsets for buffers, and their total height. No buffer is live together with all others."""
+    """Return offsets for buffers, and the total height. None of these buffers is live together with all others."""
     largest_first = sorted(names, key=lambda name: -sizes[name])
     best = _against_the_walls(largest_first, sizes, near, None)
     assert best is not None

@@ -87,8 +87,8 @@ class ReductionOrder(ABC):
 
     @abstractmethod
     def due(self, unit: int) -> Due | None:
-        """Return the reduction of `unit` that the backward which begins now will start. None: it starts none, or the
-        ranks do not agree on an order."""
+        """Return the reduction of `unit` in the backward that begins now. None: this backward will not reduce `unit`,
+        or the ranks do not agree on an order."""
 
     @abstractmethod
     def groups_of(self, unit: int) -> Sequence[Any]:
@@ -143,9 +143,9 @@ class ReductionOrder(ABC):
         self.order = tuple(self.ready_order) or self.order
 
     def ready(self, unit: int) -> bool:
-        """Pack the gradients of `unit`, which are ready. Start each turn that is due now: all its units are ready, and
-        it is next in the order or its units need no turn (`waits_for_turn`). Return True if there is an agreed order
-        and `unit` needs a turn, otherwise False."""
+        """Pack the gradients of `unit`, which are ready. Start each turn that is due now. A turn is due when all its
+        units are ready and it is next in the order. If its units need not wait (`waits_for_turn`), the order does not
+        matter. Return whether there is an agreed order and `unit` needs a turn in it."""
         if self._turns is None or not self.waits_for_turn(unit):
             turn = next((each for each in self._turns or () if unit in each), (unit,))
             if len(turn) > 1:
@@ -193,10 +193,10 @@ class ReductionOrder(ABC):
             self._take((unit,))
 
     def make_room(self, unit: int, group: Any, *, defer: bool) -> None:
-        """Wait until gradients of the group may be packed. First wait for the group's own reduction. Then, unless
-        `defer` (a later backward reduces them), wait until gradients of at most `most_alive` units, including this one,
-        are live. This unit counts as two if its gradients are copied from autograd's memory to a new buffer, because
-        original and copy are then live together."""
+        """Wait until gradients of the group may be packed. First wait for the group's own reduction. Then wait until
+        gradients of at most `most_alive` units are live, including those of this unit. The second wait is left out with
+        `defer`: a later backward reduces the gradients. This unit counts as two if its gradients are copied from
+        autograd's memory to a new buffer, because original and copy are then live together."""
         self._finish_own(unit, group)
         if not defer:
             own = 1 if self.has_buffer(unit, group) else 2

@@ -62,9 +62,9 @@ def flat(
     Frozen sharded parameters are included, and are updated once they have gradients. Exceptions are parameters that are
     kept only in quantized form: after you unfreeze one, build the optimizer again. Otherwise, `step` raises ValueError.
 
-    Raises ValueError if `optimizer` is not in `ELEMENT_WISE`, if a trainable parameter is not sharded, or if
-    `main_grads_dtype` is not narrower than the dtype of the weights and `optimizer` does not take gradients in it.
-    Raises TypeError if `optimizer` is not a class or `model` is not a module.
+    Raises ValueError if `optimizer` is not in `ELEMENT_WISE`, or if a trainable parameter is not sharded. Also raises
+    ValueError if `optimizer` does not take gradients in `main_grads_dtype`, and this dtype is not narrower than the
+    dtype of the weights. Raises TypeError if `optimizer` is not a class or `model` is not a module.
     """
     if not isinstance(optimizer, type):
         raise TypeError(

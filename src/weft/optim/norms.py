@@ -1,14 +1,15 @@
 """Norms over a whole sharded model: each rank sums over its parts of all units, and the ranks' sums are added.
 
-    the unit's mesh                         holders of an element                    its share in a rank's sum
-    --------------------------------------  ---------------------------------------  -------------------------
-    the model's mesh, cut over all axes     one rank                                 all of it
-    the model's mesh, replicated            one rank of each replica                 1 / replicas
-    some of the model's ranks, for experts  as above; other ranks: other experts     1 / replicas in its mesh
-    with tensor parallelism in addition     as above, for each slice                 as above; then sums are added*
-    whole experts on tensor-parallel ranks  as above; other ranks: other experts     as above; then sums are added*
+    the unit's mesh                           holders of an element                  its share in a rank's sum
+    ----------------------------------------  -------------------------------------  --------------------------------
+    the model's mesh, cut over all axes       one rank                               all of it
+    the model's mesh, replicated              one rank of each replica               1 / replicas
+    some of the model's ranks, for experts*   one rank of each replica in this mesh  1 / replicas in this mesh
+    any of these, and tensor parallelism      the same, for each slice               the same; then sums are added**
+    whole experts on tensor-parallel ranks*   one rank of each replica in this mesh  the same; then sums are added**
 
-*   over the tensor-parallel ranks, if these are outside of the model's mesh. Expert-parallel ranks are inside.
+*   Other ranks have other experts.
+**  over the tensor-parallel ranks, if these are outside of the model's mesh. Expert-parallel ranks are inside.
 
 The model's mesh is the largest mesh that is not a mesh of experts. The sum of the shares over its ranks counts every
 element once. This sum takes at most one all-reduce per mesh axis, and one per tensor-parallel group.
@@ -132,9 +133,9 @@ class ModelRanks:
         return ranks_over(group.mesh, replicated)
 
     def beyond(self, slices: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """Return the process group over which the sums computed from some tensors must be reduced in addition to
-        `combine`. `slices`: the process group of the ranks that have the tensors' slices, which are tensor-parallel
-        ranks or, for whole experts, expert-parallel ranks.
+        """Return the process group over which sums of some tensors must be reduced, in addition to `combine`.
+        `slices`: the process group of the ranks that have slices of these tensors. They are tensor-parallel ranks or,
+        for whole experts, expert-parallel ranks.
 
         Return None if `slices` is None (the tensors are not sliced), or if all ranks of `slices` are in the model's
         mesh, so that `combine` already reduces over them.
@@ -238,8 +239,9 @@ def _total(groups: Sequence[ParameterGroup], norm_type: float) -> torch.Tensor:
 
 
 def _pieces_of(group: ParameterGroup) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup | None]]:
-    """Yield this rank's gradients of `group` in pieces, each with the process group over whose ranks tensor parallelism
-    slices the parameters of the piece, or None. The pieces are empty tensors if `group` has no gradients."""
+    """Yield `(piece, slices)` for each piece of this rank's gradients of `group`. `slices`: the process group over
+    which tensor parallelism slices the parameters of the piece, or None. The pieces are empty tensors if `group` has no
+    gradients."""
     main = group.gradients.main
     present = main.take_over() is not None
     nothing = torch.empty(0, dtype=group.recipe.main, device=group.home)

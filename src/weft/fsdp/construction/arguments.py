@@ -158,8 +158,8 @@ def _checked_modules(module: Any) -> list[nn.Module]:
 
 
 def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool | int | None:
-    """Return `choice`, the value of `reshard_after_forward`. The number `shards`, the size of the shard axis, becomes
-    True, and the number 1 becomes False."""
+    """Return `choice`, the value of `reshard_after_forward`. Two numbers are replaced: 1 by False, and `shards` (the
+    size of the shard axis) by True."""
     if choice is None or isinstance(choice, bool):
         return choice
     if not isinstance(choice, int):

@@ -149,7 +149,7 @@ def _memory_for(tensor: torch.Tensor, module: nn.Module, device: torch.device) -
 
 @contextmanager
 def _shielded(modules: Iterable[nn.Module], kept: set[int]) -> Iterator[None]:
-    """In this context, register copies in place of the tensors with the ids `kept`; a shared tensor has one copy."""
+    """In this context, register a copy in place of each tensor whose id is in `kept`. A shared tensor has one copy."""
     copies: dict[int, torch.Tensor] = {}
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in modules:

@@ -8,8 +8,8 @@ returns None as the weight's gradient. The forward keeps the weight as an attrib
 
 Megatron's convention works too: a module sets `weight.grad_added_to_main_grad = False` on its parameter before
 `fully_shard`. In backward it adds to `weight.main_grad` and sets `weight.grad_added_to_main_grad = True`. weft then
-ignores autograd's gradient of the weight. If `weight.zero_out_wgrad = True` declares that the module returns zeros,
-weft adds autograd's gradient, which includes the gradients of the weight's other uses.
+ignores autograd's gradient of the weight. If the module returns zeros to autograd, it can declare this with
+`weight.zero_out_wgrad = True`. weft then adds autograd's gradient, with the gradients of the weight's other uses.
 
 `whole` is for weights that are replicated over tensor-parallel ranks, each of which computes a partial gradient:
 
@@ -61,13 +61,13 @@ def substituting(**functions: Callable[..., Any]) -> Iterator[None]:
 def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     """Return the buffer to which a custom backward writes the gradient of `parameter`, and whether to add to it.
 
-    If the second value is False, overwrite the whole buffer, which is uninitialized; otherwise add to it. The buffer
-    has the parameter's shape or, with tensor parallelism, the shape of this rank's slice. Its dtype is
-    `main_grads_dtype` if gradients of several backwards accumulate before they are reduced, or if `reduce_dtype` has a
-    smaller range than the computation's dtype (bfloat16 has a slightly smaller one than float32); otherwise
-    `reduce_dtype`. Call this function once before each write. You may call it until the reduction of the unit's
-    gradients starts, usually at the end of the unit's backward. Return None to autograd as the gradient of the
-    parameter. Gradients from other uses of the parameter are added to the buffer.
+    If the second value is False, overwrite the whole buffer, which is uninitialized. If it is True, add to the buffer.
+    The buffer has the parameter's shape or, with tensor parallelism, the shape of this rank's slice. Its dtype is
+    `reduce_dtype`, except in two cases, in which it is `main_grads_dtype`. The first: gradients of several backwards
+    accumulate before they are reduced. The second: `reduce_dtype` has a smaller range than the computation's dtype.
+    (The range of bfloat16 is slightly smaller than that of float32.) Call this function once before each write. You may
+    call it until the reduction of the unit's gradients starts, usually at the end of the unit's backward. Return None
+    to autograd as the gradient of the parameter. Gradients from other uses of the parameter are added to the buffer.
 
     `parameter`: the full parameter that forward used, or its sharded parameter. For a parameter that is in no unit, the
     buffer is its `.grad`. Raises ValueError for a frozen parameter.
@@ -89,7 +89,7 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 def original_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return `parameter` or, if it is a leaf that stands in for a parameter, that parameter."""
+    """Return the parameter for which the leaf `parameter` stands in (see `originals`), or `parameter` itself."""
     if parameter not in originals:
         return parameter
     original = originals[parameter]()
@@ -111,7 +111,8 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_of(weight: torch.Tensor) -> nn.Parameter | None:
-    """Return `weight` if it is a parameter, the DTensor if it is a `local_part` that requires grad, else None."""
+    """Return the parameter that `weight` is, or of which it is the `local_part`. None if there is no such parameter, or
+    if the `local_part` does not require grad."""
     whole = getattr(weight, "part_of", weight)
     return whole if isinstance(whole, nn.Parameter) else None
 

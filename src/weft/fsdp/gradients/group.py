@@ -5,12 +5,12 @@
     summed    the last backward  Partial**    reduce*      on a 2-D mesh: sums over the shard axis
     main      the model ends     optimizer    main_grad    reduced gradients; `.grad` of the sharded parameters
 
-    *   main_grad while gradients wait for another backward or for their turn (`weft.layout.turns`); `packed` also if
-        the reduce dtype has less range than the compute dtype
+    *   While the gradients wait for another backward or for their turn (`weft.layout.turns`), the dtype is main_grad.
+        `packed` also has this dtype if the reduce dtype has less range than the compute dtype.
     **  over the outer axis only
 
-During a reduction, `packed` or `summed` in another dtype has a copy in the reduce dtype, and some transports need a
-buffer for the gradients of other ranks.
+A reduction may need two more buffers. If `packed` or `summed` does not have the reduce dtype, a copy in this dtype is
+sent. Some transports need a buffer for the gradients of other ranks.
 
 `TRANSITIONS` has the states of a group's gradients. `weft.fsdp.gradients.main` describes when the user owns `main`, and
 when the engine owns it.
@@ -142,7 +142,8 @@ class GroupGradients:
 
     def pack(self, pool: Pool, *, defer: bool) -> None:
         """Move autograd's gradients of the full parameters into a flat buffer, where they are added to earlier ones.
-        `defer`: the reduction starts later, and more may be added first: the buffer gets the main gradients' dtype."""
+        `defer`: the reduction starts later. More gradients may be added before it starts, so the buffer gets the dtype
+        of the main gradients."""
         self._open(pool, defer=defer)
         if not all(map(_is_filled, self._parameters)) and (padding := self._stages[0].padding):
             torch._foreach_zero_(padding)

@@ -10,7 +10,7 @@ Larger units, and units whose weights cannot share a message (`ParameterGroup.fi
     used on this rank           gathers
     --------------------------  -----------------------------------------------------------------------------------
     the first unit of A         A, once per pass; units that are gathered already, or lack memory, drop their result
-    another unit of A           nothing: it stays gathered until its use (forward or backward) or the pass has ended
+    another unit of A           nothing: it came with A, and stays until its use or, if it is not used, the pass ends
     a unit of A again           that unit alone: its memory was freed after the first use
     nothing, but others need A  A, if the transport has the capability `helpers`, and drops the result
 

@@ -79,8 +79,8 @@ class Freshness(RefreshOrder):
                     group.rest()
 
     def forget(self) -> None:
-        """After an abandoned pass, treat weights as changed, except those that are kept only as a payload, because the
-        ranks may have updated different units."""
+        """After an abandoned pass, treat weights as changed, because the ranks may have updated different units. This
+        does not apply to weights that are kept only as a payload."""
         super().forget()
         self.certain = True
 
@@ -97,7 +97,7 @@ def _word_of(group: ParameterGroup) -> int:
 
 
 def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:
-    """All-reduce the largest magnitude of each matrix with one scale for the whole matrix, over the ranks with parts
+    """For each matrix that is quantized with one scale, all-reduce its largest magnitude over the ranks that have parts
     of the matrix. Each process group sends one message. Collective if any of `groups` has such matrices. Call it after
     weights have changed, before they are quantized."""
     found: list[tuple[torch.Tensor, dist.ProcessGroup]] = []

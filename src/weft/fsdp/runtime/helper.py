@@ -1,7 +1,7 @@
 """Lets a rank join gathers that other ranks wait for, although this rank does not need the weights.
 
-The hang detector watches weft's waits. With `check_collectives` and a transport that has the capability `helpers`, it
-also calls, from the first pass on, the functions that join these gathers.
+The hang detector watches weft's waits. From the first pass on, it also calls the functions that join these gathers.
+This requires `check_collectives`, and a transport that has the capability `helpers`.
 """
 
 import functools
@@ -132,10 +132,10 @@ class GatherHelper:
         return self._steps.reached(issued) and self.serve(unit, part)
 
     def serve(self, unit: Unit | None, part: Part | None) -> bool:
-        """Join communication of other ranks' passes that this rank skips. If the model weights of `unit` (the input of
-        its gathers) are out of date, update them, which may need a gather. Then call `part`, which joins a gather.
-        Either argument may be None. Return whether there was anything to do. The hang detector calls this while this
-        rank waits."""
+        """Join communication for which other ranks wait, although this rank's pass does not need it. First, update the
+        model weights of `unit` (the input of its gathers) if they are out of date. The update may need a gather. Then
+        call `part`, which joins a gather. Either argument may be None. Return whether there was anything to do. The
+        hang detector calls this function while this rank waits."""
         was_due = False
         if unit is not None:
             if self._watched_by is not None:

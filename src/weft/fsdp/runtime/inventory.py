@@ -39,7 +39,8 @@ _trains = attrgetter("requires_grad")
 
 
 class Inventory:
-    """Finds parameters of `roots`, the root unit's modules, that are in no unit. References to both are weak."""
+    """Finds parameters of `roots`, the root unit's modules, that are in no unit. The references to `roots` and to these
+    parameters are weak."""
 
     def __init__(self, roots: Iterable[nn.Module], units: Sequence[Unit]) -> None:
         """`units`: all units of the model, the root first. Raises RuntimeError as `check` does."""
@@ -113,10 +114,10 @@ _LOOKS = 16  # after this many backwards, weft stops looking for a root: a model
 
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
-    """Raise RuntimeError if a module around a root has a parameter that is in no unit and that a backward of `outputs`
-    reaches. Warn about such parameters of other modules. `roots`: the roots that no backward has reached yet. Return
-    those that this backward does not reach either, to be passed at the next backward. A root that `_LOOKS` backwards
-    have not reached is left out."""
+    """Look for parameters in no unit that a backward of `outputs` reaches. Raise RuntimeError if a module around a root
+    has one. Warn about those of other modules. `roots`: the roots that no backward has reached yet. Return the `roots`
+    for the next backward: those that this backward does not reach either. A root that `_LOOKS` backwards have not
+    reached is left out."""
     leaves = set(_leaves(outputs))
     reached = {id(record.unit.channels) for leaf in leaves if (record := record_of(leaf)) is not None}
     if suspects := set(filter(_is_suspect, leaves)):

@@ -40,7 +40,7 @@ class JointBackward:
         self._settled = next(_moments)
 
     def may_share_backward(self) -> bool:
-        """Return whether the running backward could include another model: one that has begun a pass since the last
+        """Return whether the running backward could include another model. Such a model has begun a pass since the last
         backward of this model, and has a forward whose graph exists and whose backward has not ended."""
         # Do not compare with the other model's last backward: a model that never runs one would always count.
         others = [other for other in _models if other is not self and other._began > self._settled]
@@ -48,8 +48,8 @@ class JointBackward:
 
 
 def finish_backwards() -> None:
-    """After a backward, reduce the gradients of models whose hooks did not run. The backward may have reached their
-    parameters through tensors that no forward returned, without gathering weights."""
+    """After a backward, reduce the gradients of models whose hooks did not run. The backward may still have reached
+    their parameters, through tensors that no forward returned. Such a backward gathers no weights."""
     if not in_backward():
         waiting = [model for model in list(_models) if model._began > model._settled]  # a pass since its last backward
         for model in sorted(waiting, key=lambda model: model.serial):  # in the same order on all ranks

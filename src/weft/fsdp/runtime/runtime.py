@@ -174,9 +174,9 @@ class Runtime(Shared):
 
     @contextmanager
     def scheduled(self, trace: Trace, *, backward: bool = True) -> Iterator[None]:
-        """A context in which a schedule drives the units, with the events of `trace`, and hooks only cast inputs and
-        outputs. At its end, gradients are reduced as at the end of a backward. `backward=False`: the schedule is an
-        evaluation."""
+        """A context in which a schedule drives the units, and hooks only cast inputs and outputs. `trace`: the events
+        of the schedule. At the end of the context, gradients are reduced as at the end of a backward.
+        `backward=False`: the schedule is an evaluation."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         self._begin_pass(self.units[0], Pass.SCHEDULE)

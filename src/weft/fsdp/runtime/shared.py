@@ -118,8 +118,8 @@ class Shared:
 
     @property
     def steady_passes(self) -> int:
-        """The number of backwards, evaluations and schedules since the memory plan of weights changed or had no place
-        for a weight; 0 if the current pass has deviated from its trace."""
+        """The number of backwards, evaluations and schedules since the memory plan of weights changed, or since a
+        weight found no place in it. 0 if the current pass has deviated from its trace."""
         return self.channels.weights.steady if self.gathers.current.on_plan else 0
 
     # --- all units --------------------------------------------------------------------------------------------------
