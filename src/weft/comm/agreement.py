@@ -122,8 +122,10 @@ def _fingerprint(things: Sequence[object]) -> int:
 
 
 def _parted(mine: Sequence[str], groups: Sequence[dist.ProcessGroup], what: str, rule: str) -> CollectiveMismatch:
-    """Return an error that shows the first position at which the ranks of a group have different lists, if they do.
-    `mine`: this rank's list."""
+    """Return the error to raise if ranks have different lists. `mine`: this rank's list. Collective over `groups`.
+
+    If lists differ within one of `groups`, the error shows the first position at which they differ, and each rank's
+    entry there. Otherwise, it says that the ranks of another process group differ."""
     # Exchange over all groups before any rank raises: the ranks of the next group wait for this rank.
     said = [dict(exchange_objects((dist.get_rank(), list(mine)), group)) for group in groups]
     for sayings in said:

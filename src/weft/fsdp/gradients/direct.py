@@ -111,8 +111,8 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_of(weight: torch.Tensor) -> nn.Parameter | None:
-    """Return the parameter that `weight` is, or of which it is the `local_part`. None if there is no such parameter, or
-    if the `local_part` does not require grad."""
+    """Return `weight` if it is a parameter, frozen or not. If it requires grad and is the `local_part` of a DTensor
+    parameter, return this parameter. Otherwise return None."""
     whole = getattr(weight, "part_of", weight)
     return whole if isinstance(whole, nn.Parameter) else None
 
