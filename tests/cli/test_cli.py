@@ -138,6 +138,18 @@ def test_weights_of_a_new_run_are_no_part_of_the_command_that_goes_on(tmp_path, 
     assert chosen == [f"{go_on} {runs / 'tiny'}", f"{go_on} {runs / 'tiny-2'}"]
 
 
+def test_under_torchrun_the_command_that_goes_on_starts_with_torchrun(tmp_path, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(worker, "work", lambda place, path, overrides, resume, command, **_: chosen.append(command))
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: 0)
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host1"}
+    for name, value in {**place, "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    config = write_config(tmp_path)
+    main(["train", str(config), "--set", "train.steps=3"])
+    assert chosen == [f"torchrun --nproc-per-node 2 -m weft train {config} --set train.steps=3"]
+
+
 def test_an_earlier_run_of_the_name_is_resumed_without_the_settings_of_the_new_one(tmp_path, monkeypatch):
     earlier = tmp_path / "runs" / "tiny"
     (earlier / "checkpoints" / "step-00000007").mkdir(parents=True)

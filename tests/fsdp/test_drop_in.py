@@ -33,6 +33,8 @@ from tests.fsdp.side_by_side import (
     with_gradients,
 )
 from tests.pool import distributed
+from tests.programs import Imported
+from tests.train.command import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -662,3 +664,26 @@ def replicated_and_sharded(fsdp, accumulate):
 def test_a_mesh_of_two_axes_replicates_over_the_first():
     for accumulate in ("at once", "outer axis last", "both axes last", "told of the last", "outer axis last, hooked"):
         assert_same(replicated_and_sharded, accumulate)
+
+
+# --- a program without a process group ------------------------------------------------------------------------------
+
+
+def test_under_torchrun_a_program_needs_no_init_process_group():
+    program = (
+        "import torch, torch.distributed as dist, {0} as fsdp\n"
+        "torch.manual_seed(0)\n"
+        "model = fsdp.fully_shard(torch.nn.Linear(3, 4))\n"
+        "model(torch.ones(2, 3) * (1 + dist.get_rank())).sum().backward()\n"
+        "print(dist.get_world_size(), model.weight.grad.full_tensor().tolist())\n"
+    )
+    place = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    said = []
+    with Imported("import torch.distributed.fsdp, weft.fsdp") as ready:
+        for namespace in ("torch.distributed.fsdp", "weft"):
+            port = str(free_port())
+            places = [{**place, "MASTER_PORT": port, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(2)]
+            ranks = ready.run([program.format(namespace)] * 2, places, together=True)
+            assert [each.returncode for each in ranks] == [0, 0], [each.stderr for each in ranks]
+            said += [each.stdout for each in ranks]
+    assert said[0].startswith("2 [[3.0, 3.0, 3.0]") and set(said) == {said[0]}

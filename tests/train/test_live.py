@@ -142,6 +142,13 @@ def test_the_command_in_a_report_can_be_pasted(monkeypatch):
     assert command() == """weft train 'my run.toml' --set 'run.name="a b"'"""
     monkeypatch.setattr("sys.argv", ["train.py", "--lr", "1"])
     assert command() == "python train.py --lr 1"
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert command() == "torchrun --nproc-per-node 2 train.py --lr 1"
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_ADDR", "host1")
+    meeting = "--rdzv-backend c10d --rdzv-endpoint host1:29500"
+    assert command() == f"torchrun --nnodes 3 --nproc-per-node 2 {meeting} train.py --lr 1"
 
 
 def test_a_line_in_the_terminal_has_the_time_of_a_step(capsys):

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from weft.train.record import progress as progress_module
-from weft.train.record.progress import Progress, format_bytes, format_count, format_step, format_time
+from weft.train.record.progress import Progress, format_bytes, format_count, format_own, format_step, format_time
 
 
 @pytest.fixture
@@ -150,6 +150,8 @@ def test_numbers_are_written_for_people():
     assert {value: format_count(value) for value in counts} == counts
     steps = {0.123: "123 ms", 0.9996: "1.00 s", 1.5: "1.50 s", 9.996: "10.0 s", 123.4: "123 s", 1234: "1234 s"}
     assert {value: format_step(value) for value in steps} == steps
+    own = {87.5: "87.5", 1234.6: "1235", 9999.6: "10,000", -11672.3: "-11,672", 2e-7: "2e-07", 3e9: "3e+09"}
+    assert {value: format_own(value) for value in own} == own
     sizes = {5: "5 B", 1536: "1.5 KiB", 5 << 20: "5.0 MiB", 3 << 29: "1.5 GiB"}
     assert {value: format_bytes(value) for value in sizes} == sizes
     times = {5: "0:05", 65: "1:05", 3725: "1:02:05"}

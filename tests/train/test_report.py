@@ -2,7 +2,9 @@ import base64
 import json
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from types import MappingProxyType
 from xml.etree import ElementTree
 
@@ -15,10 +17,10 @@ from matplotlib.patches import FancyBboxPatch
 
 from weft.debug.timeline import Interval
 from weft.models.pattern import LAYER_NAMES
-from weft.pipeline import table
+from weft.pipeline import check, table
 from weft.train.config import parse_config, to_toml
 from weft.train.record.metrics import FILE
-from weft.train.report import expert_figures, figures
+from weft.train.report import expert_figures, figures, pipeline_figure
 from weft.train.report.facts import keep_facts
 from weft.train.report.figures import LIGHT
 from weft.train.report.numbers import median
@@ -152,6 +154,14 @@ def test_final_losses_are_listed_under_their_unit(tmp_path, of_validation, of_tr
     assert {len(row) for row in rows} == {len(head)}
 
 
+def test_metrics_of_a_program_without_tokens_have_neither_their_unit_nor_a_configuration(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (tmp_path / FILE).write_text(json.dumps({"step": 1, "kind": "train", "loss": 2.0, "generator": 0.5}) + "\n")
+    html, page = read(write_report(tmp_path))
+    assert re.findall("<th>(.*?)</th>", html) == ["", "own loss"]
+    assert "nats" not in page.text and "Configuration" not in page.text
+
+
 @pytest.mark.slow
 def test_the_losses_of_long_tokens_are_shown_in_nats_per_byte(tmp_path):
     log(tmp_path)
@@ -271,6 +281,40 @@ def test_no_legend_lies_over_a_curve(draw):
     (legend,) = figure.legends
     for axes in figure.axes:
         assert axes.get_legend() is None and not axes.get_window_extent().overlaps(legend.get_window_extent())
+
+
+@pytest.mark.parametrize("draw", ["loss", "memory", "experts", "stages"])
+def test_no_label_is_cut_at_the_edge_of_its_picture(draw):
+    curve = [(step, 1.0) for step in range(500)]
+    roles = {"optimizer state": 4.0, "gathered weights": 2.0, "activations": 3.0}
+    groups = {f"rank {rank}, {kind}": roles for rank in range(8) for kind in ("at rest", "peak in a step")}
+    loads = {f"decoder.layers.{layer}.mlp": [[1, 1], [1, 1]] for layer in range(3)}
+    simulation = check(table("dualpipev", ranks=2, microbatches=24))
+    long = replace(simulation, spans=tuple(tuple((a * 7.123456, b * 7.123456) for a, b in r) for r in simulation.spans))
+    made = {
+        "loss": figures.loss(curve, curve, {"bigram table": 2.0}, "nats"),
+        "memory": figures.memory(groups),
+        "experts": expert_figures.expert_load([1, 2], loads),
+        "stages": pipeline_figure.pipeline(long, "milliseconds"),
+    }[draw]
+    figure = Figure(figsize=(5.2, 3.6), layout="constrained")
+    made(figure, LIGHT)
+    figure.draw_without_rendering()
+    named = [text for axes in figure.axes for text in (axes.title, axes.xaxis.label, axes.yaxis.label)]
+    for text in named + [text for legend in figure.legends for text in legend.get_texts()]:
+        area = text.get_window_extent()
+        assert area.width == 0 or (area.x0 >= 0 and area.x1 <= figure.bbox.x1 and area.y0 >= 0), text.get_text()
+    if draw == "memory":  # and no bar's label lies over the next
+        rows = sorted(label.get_window_extent().y0 for label in figure.axes[0].get_yticklabels())
+        assert min(above - below for below, above in pairwise(rows)) > 10 / 72 * figure.dpi
+    if draw == "stages":
+        assert figure.axes[0].get_xlabel().startswith("milliseconds; activations of up to ")
+
+
+def test_the_lowest_panel_of_each_column_has_its_steps():
+    loads = {f"layer {layer}": [[1, 1], [1, 1]] for layer in range(3)}
+    figure = figure_of(expert_figures.expert_load([1, 2], loads))
+    assert [axes.xaxis.get_tick_params()["labelbottom"] for axes in figure.axes[:3]] == [False, True, True]
 
 
 def test_the_step_shows_where_computation_idles_and_which_exchange_is_exposed():

@@ -68,9 +68,18 @@ def test_a_directory_without_a_tokenizer_is_refused(published, capsys):
 
 def test_fields_to_ignore_are_refused_where_no_config_json_is_read(tmp_path, capsys):
     run = run_of(tmp_path, 1)
-    for command in (["config", "--from"], ["sample"]):
-        assert main([*command, str(run), "--ignore-field", "mystery"]) == 2
+    for command, target in ((["config", "--from"], []), (["sample"], []), (["convert"], [str(tmp_path / "new")])):
+        assert main([*command, str(run), *target, "--ignore-field", "mystery"]) == 2
         assert "--ignore-field mystery: has no effect on a run" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_nothing_of_weft_is_told_all_that_it_could_be(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "missing"):
+        for command, target in ((["config", "--from"], []), (["sample"], []), (["convert"], [str(tmp_path / "new")])):
+            assert main([*command, str(tmp_path / name), *target]) == 2
+            line = capsys.readouterr().err
+            assert " a run" in line and "checkpoint" in line and "a model's directory" in line
 
 
 def run_of(folder, *steps, **changes):

@@ -144,19 +144,14 @@ def inspect(options: argparse.Namespace) -> int:
 def convert(options: argparse.Namespace) -> int:
     """Convert a model to or from the format of Hugging Face. A directory of Hugging Face files becomes a directory in
     weft's own format. A directory in weft's own format, a run or a checkpoint becomes Hugging Face files."""
-    from weft.checkpoint.manifest import MANIFEST
     from weft.models import HybridModel, hf
-    from weft.train.run.runs import CHECKPOINTS
     from weft.train.source import Source
 
-    ignored = options.ignored
-    if not any((Path(options.source) / name).exists() for name in (CHECKPOINTS, MANIFEST)):
-        print(hf.convert(options.source, options.target, options.family, ignored=ignored))
-        return 0
-    if ignored:
-        raise ValueError(f"--ignore-field {ignored[0]}: has no effect on a run, which has its own configuration")
     hf.refuse_used(Path(options.target))
-    source = Source(options.source, partial(warn, options))
+    source = Source(options.source, partial(warn, options), ignored=options.ignored)
+    if source.run is None:
+        print(hf.convert(options.source, options.target, options.family, ignored=options.ignored))
+        return 0
     tokenizer, target = source.tokenizer_file, Path(options.target) / "tokenizer.json"
     if tokenizer is not None and not tokenizer.is_file():
         raise ValueError(

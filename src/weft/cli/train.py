@@ -160,8 +160,12 @@ def _command(options: argparse.Namespace, *, configured: bool = True) -> str:
 
     If `configured` is False, the command line names no configuration and no settings, so that it resumes any run with
     the run's own configuration. --from is left out, because only new runs load weights. --trust is left out too.
+    Under torchrun, the command line starts with torchrun.
     """
-    words = ["weft", "train"]
+    from weft.train.run.world import torchrun_of
+
+    launcher = torchrun_of(os.environ)
+    words = [*launcher, "-m", "weft", "train"] if launcher else ["weft", "train"]
     if configured:
         words += ["--example"] if options.example else [options.config] if options.config else []
         for override in options.overrides:

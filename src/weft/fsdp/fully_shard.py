@@ -56,6 +56,7 @@ def fully_shard(
             Default: a 1-D mesh of all ranks on the device of the first parameter that is not ignored. If this device is
             "cpu" or "meta", the mesh is on CUDA, provided that CUDA is available and the process group's backend is not
             gloo. If not, the mesh is on CPU.
+            If there is no process group, this default creates it from the launcher's environment variables.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO 0 to 3) or `weft.Placements`. Default:
             "optim_grads_params", or "no_shard" if `dp_mesh_dims` names axes to replicate over but none to shard over.
         outer_strategy: the strategy over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).

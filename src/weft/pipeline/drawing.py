@@ -70,8 +70,12 @@ def title(table: Table) -> str:
 
 def cost(simulation: Simulation) -> str:
     """Return one line: the time, the idle share, and the peak number of microbatches with activations on any rank."""
-    live = counted(max(simulation.live), "microbatch")
-    return f"time {simulation.time:g}, idle {simulation.idle_share:.1%}, activations of up to {live} alive"
+    return f"time {simulation.time:g}, idle {simulation.idle_share:.1%}, {alive(simulation)}"
+
+
+def alive(simulation: Simulation) -> str:
+    """Return the peak number of microbatches with activations on any rank, in words."""
+    return f"activations of up to {counted(max(simulation.live), 'microbatch')} alive"
 
 
 class _Chart:

@@ -57,7 +57,7 @@ class Source:
         if self.run is None or not (self.run / CONFIG).is_file():
             raise ConfigError(
                 f"{path}: must be a run with a checkpoint, a checkpoint in its run's directory "
-                f"(RUN/checkpoints/step-00000010), or a model's directory; name one of these"
+                f"(RUN/checkpoints/step-00000010), or a model's directory with {THEIRS} or {OURS}; name one of these"
             )
         if ignored:
             raise ConfigError(

@@ -8,6 +8,7 @@ mesh                         dp_mesh_dims                              fully_sha
 (dp, tp)                     replicate="dp"                            (dp,), by default with "no_shard"
 """
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -196,11 +197,15 @@ def _checked_ignored(parameters: Any) -> set[nn.Parameter]:
 
 def _default_mesh(modules: list[nn.Module], ignored: set[nn.Parameter]) -> DeviceMesh:
     """Return a mesh of all ranks on the device of the first parameter that is not `ignored`. If there is none, or it is
-    on CPU or meta, use CUDA if possible."""
+    on CPU or meta, use CUDA if possible. In a program that torchrun started, create the process group if there is none,
+    as FSDP2 does."""
     if not dist.is_initialized():
-        raise ValueError(
-            "fully_shard needs a process group: call torch.distributed.init_process_group, or use torchrun"
-        )
+        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise ValueError(
+                "fully_shard needs a process group: start the program with torchrun, or call "
+                "torch.distributed.init_process_group first"
+            )
+        dist.init_process_group()
     first = next((p for module in modules for p in module.parameters() if p not in ignored), None)
     if first is not None and first.device.type not in ("cpu", "meta"):
         return whole_world(first.device.type)

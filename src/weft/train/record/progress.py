@@ -34,6 +34,12 @@ def _three_digits(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
+def format_own(value: float) -> str:
+    """Return a number of an unknown kind as text with four significant digits, and a large one without decimals:
+    "11,672"."""
+    return f"{value:,.0f}" if 9999.5 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
 def format_bytes(value: float) -> str:
     """Return a size in bytes as text in binary units: 1.5 GiB."""
     for limit, suffix in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
@@ -160,7 +166,7 @@ class Progress:
 
     def _shown(self, values: dict[str, float]) -> list[tuple[str, str]]:
         """Return (label, value) pairs. The pairs of your own numbers come first."""
-        rest = [(n, n.replace("_", " "), f"{v:.4g}") for n, v in values.items() if n not in _KNOWN]
+        rest = [(n, n.replace("_", " "), format_own(v)) for n, v in values.items() if n not in _KNOWN]
         own = [each for each in rest if is_own(each[0].removeprefix("validation_"))]
         known = [(name, label, form(values[name])) for name, (label, form) in _KNOWN.items() if name in values]
         return [

@@ -68,7 +68,7 @@ def _stage_figures(folder: Path) -> list[Drawing]:
     if (stages := read_stages(folder)) is None:
         return []
     title = f"All stages in one training step of {stages.time:.0f} ms, {stages.idle_share:.0%} of it idle"
-    return [("stages", title, pipeline_figure.pipeline(stages))]
+    return [("stages", title, pipeline_figure.pipeline(stages, "milliseconds"))]
 
 
 def _rows_saved(loads: list[dict[str, Any]]) -> str:

@@ -50,6 +50,7 @@ def expert_load(steps: Sequence[int], loads: Loads) -> Draw:
                 axes.set_ylabel("expert")
             if place + columns >= len(names):
                 axes.set_xlabel("optimizer step")
+                axes.tick_params(labelbottom=True)  # also if the row below has fewer panels
         figure.suptitle("Tokens per expert", x=0.02, ha="left", fontsize=12.5, fontweight="bold")
         bar = figure.colorbar(mesh, ax=panels, ticks=range(most + 1), pad=0.02, aspect=30, label="times balanced")
         bar.ax.tick_params(length=0)

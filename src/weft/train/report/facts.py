@@ -30,6 +30,7 @@ from typing import Any
 
 import weft
 from weft.train.files import parse_json, read_bounded, replace_text
+from weft.train.run.world import torchrun_of
 
 FILE = "facts.json"
 _LARGEST = 64 << 20
@@ -70,8 +71,8 @@ def command() -> str:
     program = Path(sys.argv[0])
     is_weft = program.name == "weft" or program.parts[-2:] == ("weft", "__main__.py")
     words = ["-m", "weft"] if is_weft else [sys.argv[0]]
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        start = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), *words]
+    if launcher := torchrun_of(os.environ):
+        start = [*launcher, *words]
     else:
         start = ["weft"] if is_weft else ["python", *words]
     return shlex.join([*start, *sys.argv[1:]])

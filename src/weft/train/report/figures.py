@@ -205,7 +205,10 @@ def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
         axes.set_xlabel(("bytes", "KiB", "MiB", "GiB")[power])
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
         if len(groups) > 1:
-            figure.legend(loc="outside lower left", ncols=min(len(groups), 4), labelcolor=theme.quiet)
+            figure.legend(loc="outside lower left", ncols=2, labelcolor=theme.quiet)
+        # The ranks of a pipeline have bars of their own. The picture grows, so that labels do not overlap.
+        needed = 1.25 + 0.19 * len(labels) + 0.21 * math.ceil(len(groups) / 2)
+        figure.set_figheight(max(figure.get_figheight(), needed))
 
     return draw
 

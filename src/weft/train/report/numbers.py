@@ -50,8 +50,9 @@ def data_unit(records: list[dict[str, Any]]) -> str:
 
 
 def loss_unit(records: list[dict[str, Any]]) -> str:
-    """Return the unit of losses, for labels."""
-    if data_unit(records) != "tokens":
+    """Return the unit of losses, for labels: that of your own loss unless the run counts tokens."""
+    counts_tokens = any("tokens" in record or "tokens_per_second" in record for record in records)
+    if data_unit(records) != "tokens" or not counts_tokens:
         return "own loss"
     return "nats per byte" if any("nats_per_byte" in record for record in records) else "nats per token"
 

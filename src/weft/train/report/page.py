@@ -12,7 +12,7 @@ from weft.errors import StorageError
 from weft.train.errors import ConfigError
 from weft.train.files import replace_text
 from weft.train.record.metrics import read_metrics
-from weft.train.record.progress import format_bytes, format_count, format_step, format_time
+from weft.train.record.progress import format_bytes, format_count, format_own, format_step, format_time
 from weft.train.report.facts import read_facts
 from weft.train.report.numbers import curve, data_unit, loss_unit, losses, median, own_names, units_of
 from weft.train.report.settings import in_use, steps_of
@@ -63,7 +63,7 @@ def _written(folder: Path, live_s: float) -> Path:
         pictures=pictures,
         samples=[(each["step"], each["text"]) for each in records if each["kind"] == "sample"],
         units=facts.get("description", ""),
-        config=in_use(settings),
+        config=in_use(settings) if settings else "",
         live_s=live_s,
     )
     path = folder / "report.html"
@@ -117,7 +117,7 @@ def _tiles(
         points, of = curve(records, "validation", name), "validation"
         if not points:
             points, of = curve(records, "train", name), "training"
-        shown = f"{points[-1][1]:.4g} {units.get(name, '')}".strip()
+        shown = f"{format_own(points[-1][1])} {units.get(name, '')}".strip()
         tiles.append((shown, name.replace("_", " "), of))
     if validation:
         last = validation[-1][1]
@@ -161,7 +161,7 @@ def _rows(
     for name in own_names(records):
         for kind, label in (("validation", "validation"), ("train", "training")):
             if points := curve(records, kind, name):
-                last = f"{points[-1][1]:.4g} {units.get(name, '')}".strip()
+                last = f"{format_own(points[-1][1])} {units.get(name, '')}".strip()
                 rows.append((f"{label} {name.replace('_', ' ')}, step {points[-1][0]:,}", last, ""))
     rows += [(name, f"{value:.4f}", f"{value / math.log(2):.4f}") for name, value in named.items()]
     tokens = curve(records, "validation", "tokens")

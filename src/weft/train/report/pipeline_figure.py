@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from weft.pipeline import Entry, Simulation
-from weft.pipeline.drawing import cost, title
+from weft.pipeline.drawing import alive, cost, title
 from weft.train.report.figures import Draw, Theme
 
 Color = tuple[float, float, float]
@@ -20,15 +20,16 @@ def size(simulation: Simulation) -> tuple[float, float]:
     return min(max(7.6, 0.24 * entries), 20.0), 1.9 + 0.36 * len(simulation.table.ranks)
 
 
-def pipeline(simulation: Simulation) -> Draw:
+def pipeline(simulation: Simulation, unit: str = "") -> Draw:
     """Draw a schedule. Each action is a box, with the number of its microbatch if the numbers fit. The boxes of a
-    rank's later stages are lighter. If an entry of the table has several actions, their boxes are stacked."""
+    rank's later stages are lighter. If an entry of the table has several actions, their boxes are stacked. `unit`: of
+    measured times, such as "milliseconds"; simulated times have none."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
         width = figure.get_figwidth()
         axes.set_title(title(simulation.table), fontsize=min(12.5, 1.75 * width))
-        axes.set_xlabel(cost(simulation), loc="left")
+        axes.set_xlabel(f"{unit}; {alive(simulation)}" if unit else cost(simulation), loc="left")
         axes.grid(visible=False)
         ranks = simulation.table.ranks
         boxes = _Boxes(figure, axes, simulation, theme)

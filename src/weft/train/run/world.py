@@ -124,6 +124,21 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
     return None
 
 
+def torchrun_of(environment: Mapping[str, str]) -> list[str]:
+    """Return the torchrun command that started this process, up to the program. Empty if torchrun did not start it.
+
+    The environment does not contain the address at which several hosts met. The command has the host of rank 0 instead,
+    with torchrun's default port.
+    """
+    if not {"TORCHELASTIC_RUN_ID", "RANK"} <= environment.keys() or STORE in environment:
+        return []
+    hosts, local = environment.get("GROUP_WORLD_SIZE", "1"), environment.get("LOCAL_WORLD_SIZE", "1")
+    if hosts == "1":
+        return ["torchrun", "--nproc-per-node", local]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{environment.get('MASTER_ADDR', 'localhost')}:29500"]
+    return ["torchrun", "--nnodes", hosts, "--nproc-per-node", local, *meeting]
+
+
 def first_host(nodelist: str) -> str:
     """Return the first host of a SLURM node list: "gpu[07-09,12],cpu1" -> "gpu07"."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodelist)
