@@ -59,7 +59,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         lower bound   the most bytes in use at once in the steps that the plan covers: no plan can take less
         plans         number of memory plans made so far
         allocations   number of allocations; each is a slab or one buffer outside of it
-        fallbacks     how often, while there was a plan, a buffer found no free place in the slab
+        fallbacks     number of times that a buffer found no free place in the slab although there was a plan
     """
     mine = units_of(model)
     roots = [driver for driver in drivers_under([model]) if driver.root is driver and driver.runtime is not None]

@@ -220,9 +220,10 @@ class CheckpointManager:
 
         With `step`, raises CheckpointError if the checkpoint does not exist, is damaged or belongs to another run.
         Without `step`, raises it only if no checkpoint can be loaded. A damaged checkpoint may already have filled a
-        part of `state`. Raises CheckpointMismatch, before `state` is changed, if keys, shapes or dtypes in `state`
-        differ from the stored ones, or if the class or the parameter groups of an optimizer do. For keys, the message
-        lists the missing ones, the unexpected ones and those with another shape or dtype, at most 20 of each.
+        part of `state`. Raises CheckpointMismatch if keys, shapes or dtypes in `state` differ from the stored ones, or
+        if an optimizer was stored with another class or other parameter groups. This error is raised before `state` is
+        changed. For keys, the message lists the missing ones, the unexpected ones and those with another shape or
+        dtype, at most 20 of each.
 
         An error in a method of an object in `state` is raised unchanged on the rank where it occurs. The other ranks
         raise the same error if it is one of weft's errors. For any other error, they raise a RuntimeError whose message

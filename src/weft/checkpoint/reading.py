@@ -95,9 +95,9 @@ def _tensor(stream: CheckedFile) -> torch.Tensor:
 
 @contextmanager
 def plain_errors(*, unchanged: bool = False) -> Iterator[None]:
-    """A context that replaces torch's CheckpointException, which holds the errors of all ranks. It raises the error of
-    the lowest rank that failed. If this error is not a CheckpointError, it raises a CheckpointError with the same
-    message on one line, unless `unchanged`."""
+    """In this context, the error of the lowest rank that failed replaces torch's CheckpointException, which holds the
+    errors of all ranks. If this error is not a CheckpointError, it becomes a CheckpointError with the same message on
+    one line. With `unchanged`, it stays as it is."""
     try:
         yield
     except CheckpointException as error:

@@ -290,8 +290,9 @@ def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _class_name(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name of the class of `optimizer` or, if it is a flat optimizer, of the class that it replaces. Return
-    None if the class is not from torch.optim: such an optimizer may wrap any other, or have other options and state."""
+    """Return the name of the class of `optimizer`. For a flat optimizer, return the name of the torch class that it
+    replaces. Return None if the class is not from torch.optim, because the name of such a class does not determine
+    the options and the state. The class may wrap any other optimizer, for example."""
     cls = type(optimizer)
     cls = cls.__bases__[-1] if isinstance(optimizer, FlatOptimizer) else cls
     return cls.__name__ if cls.__module__.startswith("torch.optim.") else None

@@ -77,8 +77,8 @@ def operation(name: str, path: str | Path) -> Iterator[None]:
 
 
 def require_exists(path: Path, fix: str, asked: str = "") -> None:
-    """Raise ConfigError if `path` does not exist. The message begins with the path or with `asked`, the option that
-    named the path, and ends with `fix`."""
+    """Raise ConfigError if `path` does not exist. The message begins with `asked` (the option that named the path) or,
+    if `asked` is empty, with the path. It ends with `fix`."""
     if not path.exists():
         raise ConfigError(f"{asked or path}: does not exist; {fix}")
 

@@ -8,8 +8,9 @@ units (sets of parameters that are gathered and reduced together) still wait for
 the reductions that are due on any rank. A parameter keeps `.grad = None` only if no rank has a gradient for it, as in a
 single process.
 
-If the ranks issued different collectives, the exchange raises an error before the optimizer can use the gradients. By
-then, units whose messages have the same size may have received each other's gradients.
+If the ranks issued different collectives, the exchange raises an error before the optimizer can use the gradients. At
+that point some gradients may be wrong: two units whose messages have the same size may have received each other's
+gradients.
 """
 
 import hashlib

@@ -94,6 +94,6 @@ _LOST = ("connection closed", "connection reset", "broken pipe", "socket", "nccl
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether `error`, by its text, only reports that the connection to another rank is lost, not why."""
+    """Return whether the text of `error` reports only that the connection to another rank is lost, and no cause."""
     said = str(error).lower()
     return isinstance(error, RuntimeError) and not isinstance(error, OSError) and any(word in said for word in _LOST)

@@ -1,10 +1,10 @@
 """Collectives for lanes (`weft.comm.lanes`), and blocking collectives. The group's transport executes most of them.
 
 Each function for lanes starts its transfers and returns a `Pending`, whose `complete()` waits for the transfers and
-does the remaining work on this rank. The function's tensors are contiguous, and 1-D except in `all_to_all`, which sends
-rows, and in `send` and `receive`. `tag` separates the messages of different lanes if the transport has tags. The
-functions at the end of this file are blocking (on CUDA, the current stream waits). The hang detector watches blocking
-functions during the call, and functions for lanes while a caller waits for them.
+does the remaining work on this rank. The tensors of these functions are contiguous. They are 1-D, except in
+`send`, in `receive`, and in `all_to_all`, which sends rows. `tag` separates the messages of different lanes if the
+transport has tags. The functions at the end of this file are blocking (on CUDA, the current stream waits). The hang
+detector watches blocking functions during the call, and functions for lanes while a caller waits for them.
 """
 
 import math

@@ -42,8 +42,8 @@ _GONE = (
 
 
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
-    """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed the group. torch
-    finds groups by name: a group that was created later under the same name is returned without an error."""
+    """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed the group. But
+    torch finds groups by name: if a later group has the name of the destroyed one, the later group is returned."""
     try:
         return mesh.get_group(axis)
     except (KeyError, RuntimeError, ValueError) as error:

@@ -38,7 +38,7 @@ class Ticket:
     the same stream does nothing.
 
     - `after`: the ticket whose communication must end before this one's starts.
-    - `home`: the stream that was current when the communication started. It also uses the memory of the communication.
+    - `home`: the current stream when the communication started. This stream uses the communication's memory too.
     - `name`: the communication's name in reports of the stream checker.
     """
 
@@ -79,7 +79,7 @@ class Ticket:
     @property
     def ended(self) -> bool:
         """Whether the transfers have ended and no longer use their memory. On CPU, transfers that did not end at once
-        count as ended only after a caller, or the thread of `end_by_itself`, has waited for this ticket."""
+        count as ended only after a wait for this ticket, by a caller or by the thread of `end_by_itself`."""
         if self._event is not None and not self._event.query():
             return False
         return self._transfer is None or self._transfer.has_ended
@@ -248,10 +248,10 @@ class Lane:
             return Ticket(transfer, self.stream.record_event(), call, after, home, name)
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
-        """Allocate memory in the dtype of `like` that the lane can fill immediately, for use by the current stream. The
-        memory is allocated on the lane's stream. If it belonged to the current stream, the lane would have to wait for
-        earlier work that may still use it. The lane can reuse the memory when it is freed and the current stream is
-        done with it."""
+        """Allocate memory for the current stream, in the dtype of `like`. The memory is allocated on the lane's stream,
+        so the lane can fill it immediately. Memory of the current stream might still be in use by earlier work, for
+        which the lane would have to wait. The lane can reuse the memory when it is freed and the current stream is done
+        with it."""
         home = streams.current(self._device)
         with streams.on(self.stream):
             made = like.new_empty(size)

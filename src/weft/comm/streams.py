@@ -4,7 +4,7 @@
     ------------------------  ----------------------------  -------------------------------------  -----------------
     `has_streams`             yes                           yes, for CPU tensors                   no
     `new`, `current`, `on`    torch.cuda's streams          names with vector clocks               nothing to order
-    `wait_on_host`            waits for the event           merges the clocks and counts the wait   -
+    `wait_on_host`            waits for the event           merges the clocks and counts the wait  -
     `moment`                  an event                      a clock                                None
     `lend`                    `record_stream`               freed after both streams' work         -
     `host_memory`             pinned                        host memory                            plain memory
@@ -127,7 +127,8 @@ def host_memory(*size: int, dtype: torch.dtype, device: torch.device, pinned: bo
 
 
 def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
-    """Let the checker verify that earlier uses of `memory` end before its new user, named by `describe()`, uses it."""
+    """Tell the checker that the current stream reuses `memory` from a pool. The checker verifies that earlier uses of
+    the memory end first. `describe`: returns the memory's new name."""
     if _checker is not None:
         _checker.taken(memory, describe)
 

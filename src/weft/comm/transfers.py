@@ -196,7 +196,8 @@ def _in_turn(
     start: Callable[[], None],
     fail: Callable[[BaseException], None],
 ) -> None:
-    """Call `start()` on the crew once all of `needs` have returned and all earlier transfers of `key` have started."""
+    """On a thread of the crew, call each of `needs`, wait until all earlier transfers of `key` have started, and call
+    `start()`. `fail`: called with the exception if one of these calls raises one."""
     with _turns_lock:
         before = _turns.get(key)
         mine = _turns[key] = threading.Event()

@@ -1,9 +1,10 @@
 """Streams and events as vector clocks.
 
 An actor is a stream or the host. The pieces of work of each actor are numbered from 1; the number of a piece is its
-time. A clock maps each actor to the time of its last piece that is known to have ended. A piece with time t therefore
-ended before an operation if the operation's clock has t or more for the actor of the piece. An event is a copy of a
-clock. When an actor waits for an event, each smaller entry of the actor's clock rises to the event's value.
+time. A clock maps each actor to a time: all pieces of the actor up to this time are known to have ended. For example,
+if the clock of an operation has 7 for another stream, the first 7 pieces of that stream ended before the operation. An
+event is a copy of a clock. When an actor waits for an event, each smaller entry of the actor's clock rises to the
+event's value.
 """
 
 from collections.abc import Callable, Mapping
@@ -87,6 +88,6 @@ class Host:
 
     def wait(self, clock: Clock, what: str) -> None:
         """Record that the host waits for all work in `clock`. The wait is a piece of the host's work. `what`: the
-        cause, for `on_wait`, which is called before the wait ends."""
+        cause. Calls `on_wait(what)` first."""
         self._on_wait(what)
         merge(self.clock, {**clock, HOST: self.clock.get(HOST, 0) + 1})

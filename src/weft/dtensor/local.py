@@ -76,7 +76,8 @@ def wrote(tensors: Iterable[DTensor]) -> None:
 
 @cache
 def _facts(func: Any) -> tuple[Callable[..., Any], tuple[str, ...], frozenset[str]]:
-    """Return an operator's function for plain tensors, its argument names, and the names of those it writes to."""
+    """Return three values. The first: an operator's function for plain tensors. The second: the names of its
+    arguments. The third: the names of the arguments that it writes to."""
     arguments = func._schema.arguments
     name = func._schema.name.removeprefix("aten::")
     run = func
@@ -114,8 +115,8 @@ _SCALARS = frozenset((float, int, bool, type(None)))
 
 
 def _beside(operands: tuple) -> list[Any] | None:
-    """Return the operands' local parts. Return None unless each operand is a scalar or has the first operand's spec and
-    cuts, as is the case in single-tensor optimizer steps."""
+    """Return the operands' local parts, and scalars unchanged. Return None if an operand that is not a scalar lacks the
+    spec and cuts of the first operand. In single-tensor optimizer steps, operands usually have them."""
     first = operands[0]
     if type(first) is not UnevenDTensor:
         return None
@@ -275,7 +276,8 @@ def _localized(value: Any) -> Any:
 
 
 def _kept(local: Any, name: str, keep: Sequence[bool]) -> Any:
-    """Return the values of the argument `name` that `keep` selects, or the argument if it has no value per tensor."""
+    """Return those values of the argument `name` that `keep` selects. If the argument does not have one value for each
+    tensor, return it unchanged."""
     if isinstance(local, list):
         return list(compress(local, keep))
     if name == "scalars" and isinstance(local, torch.Tensor):

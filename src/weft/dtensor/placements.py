@@ -9,9 +9,9 @@ The cuts of a tensor (`weft.layout.cuts`) are the borders between the parts that
 
 With a parameter's placements, `distribute_tensor` and `redistribute` return a DTensor with even cuts. The parameter's
 `copy_` and other operators accept this DTensor, however the parameter is cut. `from_local` returns a tensor with the
-parameter's cuts. torch's own `from_local` multiplies the local shape by the number of ranks. With uneven cuts, this
-product differs between ranks, and a placement cannot change the computation. Therefore weft wraps `from_local` and
-`redistribute`. With torch's own placements, both behave as in torch.
+parameter's cuts. torch's own `from_local` multiplies the local shape by the number of ranks, and a placement cannot
+change that. With uneven cuts, the product differs between ranks. Therefore weft wraps `from_local` and `redistribute`.
+With torch's own placements, the wrapped functions behave as in torch.
 """
 
 import functools

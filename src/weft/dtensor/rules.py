@@ -94,8 +94,8 @@ _localized = partial(tree_map, local_of)
 
 
 def _new_empty(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Return a plain tensor: `nn.init` fills it and copies it to the parameter. For a call with a `device` and an
-    unchanged shape, return a tensor with the same cuts: checkpoint stagers copy local parts."""
+    """Return a plain tensor, because `nn.init` fills the result and copies it to the parameter. But for a call with a
+    `device` and an unchanged shape, return a tensor with the same cuts, because checkpoint stagers copy local parts."""
     tensor = args[0]
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     if "device" in kwargs and tuple(args[1]) == tensor.shape and isinstance(tensor, UnevenDTensor):
@@ -152,7 +152,8 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
 
 
 def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Every rank draws all values and keeps its part. If generators are equal, one process would draw the same."""
+    """Draw all values on every rank, and keep this rank's part. With the same generator state on all ranks, the values
+    are those that a single process would draw."""
     target = args[0]
     if not isinstance(target, UnevenDTensor):  # out=
         return _write_through(func, args, kwargs)
@@ -229,7 +230,8 @@ _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def _on_owner(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run the operator on the rank that has all operands; others get empty parts. If none has all, use `_on_whole`."""
+    """Run the operator on the owner, the rank that has all operands whole. The other ranks get empty parts. If no rank
+    has all operands, use `_on_whole`."""
     operands = uneven_in((args, kwargs))
     like = operands[0]
     owner = like.owner

@@ -17,7 +17,8 @@ from weft.dtensor.uneven import RuledDTensor, UnevenDTensor, spec_of
 
 
 class Step(NamedTuple):
-    """One operator between a tensor and its view. `output`: which of its results to use; None if it has only one."""
+    """One operator between a tensor and its view. `output`: the index of the result to use; None if the operator has
+    only one result."""
 
     operator: Callable[..., Any]
     args: tuple

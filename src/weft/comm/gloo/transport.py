@@ -28,7 +28,7 @@ class Gloo:
     capabilities = Capabilities(tags=True, helpers=True, bundles=True, latency=2e-3, bandwidth=2e9)
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
-        """Send `source` to each other rank, and copy it into this rank's slice of `full`, unless it is that slice."""
+        """Send `source` to each other rank. Copy it to this rank's slice of `full`, unless `source` is that slice."""
         rank, size = dist.get_rank(group), group.size()
         slices = full.view(size, -1)
         works = swap([(slices, [source] * size)], group, tag)

@@ -10,9 +10,9 @@ what it has issued. From these states `rules` decides which ranks are stuck. For
 A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds stuck ranks asks all
 ranks to publish again, and uses only the answers. A rank whose answer is unchanged has waited all the time.
 
-Without long waits, the detector costs a few assignments and a lock per wait, and a check every tenth of a second. After
-a rank has joined a collective of other ranks, ranks that wait check more often, because that rank will probably join
-one more for each unit that it skips.
+Without long waits, the detector costs a few assignments and a lock per wait, and a check every tenth of a second. A
+rank that has joined one collective will probably join more, one for each further unit that it skips. Therefore ranks
+that wait check more often during the `HASTE_S` seconds after a rank has joined a collective.
 """
 
 import atexit
@@ -137,7 +137,8 @@ class HangDetector:
             self._joinable.setdefault(owner, {})[key] = join
 
     def waits_for(self, thread: int | None) -> str:
-        """Return the name of the collective in which `thread` waits, or its place outside of weft, or "" for none."""
+        """Return the name of the weft collective in which `thread` waits. For a collective outside of weft, return the
+        place, as `outside_waits` does. Return "" if the thread waits in no collective."""
         call = self._call
         return call.name if call is not None and thread == self._waiter else outside_waits(thread)[0]
 

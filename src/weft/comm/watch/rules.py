@@ -85,7 +85,8 @@ class State(NamedTuple):
     failed: str = ""
 
     def lacks(self, wanted: "State") -> bool:
-        """Return whether this state's rank has not begun the collective for which the rank of state `wanted` waits."""
+        """`wanted`: the state of a rank that waits for a collective of weft. Return whether the rank of this state has
+        not begun that collective."""
         return self.issued.get(wanted.key, 0) < wanted.number
 
 
@@ -101,8 +102,8 @@ class Picture:
         return [rank for rank in state.ranks if (other := self.of(rank)) is not None and other.lacks(state)]
 
     def stuck_with(self, rank: int) -> dict[int, State]:
-        """Return the states, by rank, of `rank` and of the stuck ranks for which it waits, directly or indirectly.
-        The result is empty if `rank` is not stuck."""
+        """Return rank -> state for `rank` and for the stuck ranks for which it waits, directly or indirectly. The
+        result is empty if `rank` is not stuck."""
         found: dict[int, State] = {}
         waits_for: dict[int, list[int]] = {}
         ahead = [rank]
@@ -136,7 +137,8 @@ def patience(stuck: Iterable[State]) -> float:
 
 
 def sayings(stuck: Mapping[int, State], picture: Picture) -> dict[int, str]:
-    """Return each stuck rank's error text: what it is doing, or what it awaits and which ranks never began that."""
+    """Return the error text of each stuck rank: what the rank does or awaits. If it awaits a collective of weft, the
+    text also names the ranks that never began the collective."""
     said = {rank: state.name for rank, state in stuck.items()}
     for rank, state in stuck.items():
         if state.doing == "waits":

@@ -72,7 +72,7 @@ def units_of(facts: Mapping[str, Any]) -> dict[str, str]:
 def losses(records: list[dict[str, Any]]) -> tuple[Curve, Curve]:
     """Return the curves of training and validation loss, both in the unit of `loss_unit`.
 
-    If the unit is nats per byte, training losses are divided by the bytes per token. These are the ratio of `loss` and
+    If the unit is nats per byte, training losses are divided by the bytes per token, which are `loss` divided by
     `nats_per_byte` in the last validation.
     """
     validation = curve(records, "validation", "nats_per_byte") or curve(records, "validation", "loss")

@@ -23,7 +23,7 @@ class Interrupted(Exception):
 
 
 def as_one_line(error: BaseException) -> str:
-    """Return `in_one_line(error)` or, where that is None, the type and the message of `error` on one line."""
+    """Return `in_one_line(error)` or, if that is None, the type and the message of `error` on one line."""
     return in_one_line(error) or f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
