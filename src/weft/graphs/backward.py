@@ -165,9 +165,8 @@ class Backward:
     def begin(self, samples: Samples, full: Sequence[Sample]) -> Ranges | None:
         """Record the form of `samples`, unless all are None. Raises CaptureRefused if this form cannot be recorded.
 
-        Return the memory that a backward of any form may read. The form of `full`, samples for all outputs, reads all
-        memory that any other form reads, so the result is the memory that this form reads. If the form of `full` cannot
-        be recorded, return None.
+        Return the memory that a backward of any form may read. This is the memory that the form of `full` (samples for
+        all outputs) reads, because no other form reads more. If the form of `full` cannot be recorded, return None.
         """
         first = None
         if any(samples):

@@ -80,8 +80,8 @@ class Backend(Protocol):
         """Run `function()` one or more times. Return its result, and a recording whose replays write into this result.
 
         `known`: the memory that the function may read but does not allocate. `behind`: an earlier recording that is
-        always replayed before the new one, and whose memory holds valid values now. `capture` does not replay `behind`:
-        recordings that were made after `behind` may share its memory, and a replay would overwrite their values. Raises
-        CaptureRefused if the function cannot be captured.
+        always replayed before the new one. Its memory holds valid values now. `capture` does not replay `behind`,
+        because this could overwrite values of later recordings that share its memory. Raises CaptureRefused if the
+        function cannot be captured.
         """
         ...

@@ -78,8 +78,8 @@ class CudaBackend:
 def _captured(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> Iterator[None]:
     """Record work inside this context into `graph`, whose memory comes from `pool`.
 
-    Unlike `torch.cuda.graph`, this does not collect garbage or empty the memory cache, because it would repeat this
-    work for each of many captures.
+    Unlike `torch.cuda.graph`, this function does not collect garbage or empty the memory cache: this work would be
+    repeated for each of many captures.
     """
     collects = gc.isenabled()
     gc.disable()  # collecting an older graph during the capture would break the capture

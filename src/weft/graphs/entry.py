@@ -18,8 +18,9 @@ class Graphs(Settings):
     - `scopes`: the parts of the layers of `weft.models` to capture, by default all of these: "attn", "mamba", "mlp"
       (dense MLPs, and the shared expert), "moe_router", "moe_preprocess" (sorts rows by expert; needs "moe_router"),
       "experts", and "finish" (the sum of the experts' outputs, and the residual sum). With one row per rank
-      (`rows_per="rank"`), "moe_preprocess" and the "finish" of experts are not captured. If `pad_to_capacity` is false,
-      "experts" is not captured. If there is also a `capacity_factor`, "moe_preprocess" is not captured either.
+      (`rows_per="rank"`), "moe_preprocess" and the "finish" of experts are not captured. Without `pad_to_capacity`,
+      "experts" is not captured. With a `capacity_factor` but without `pad_to_capacity`, "moe_preprocess" is not
+      captured either.
     - `modules`: further modules to capture: their names in the root's `named_modules()`, or a predicate of name and
       module. A chosen module must not contain another chosen module or a separately sharded one (a unit).
     - `warmup`: the number of passes that run eagerly before parts are captured. The count starts again with each new

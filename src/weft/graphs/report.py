@@ -12,10 +12,10 @@ def graph_report(model: nn.Module) -> dict[str, Any]:
     """Return how often parts of the model were captured, replayed and run eagerly on this rank, and the bytes of the
     captures.
 
-    The result is {"captures": int, "replays": int, "eager": {reason: int}, "bytes": int, "scopes": {...}}. "scopes" has
-    a dict with the first four keys for each scope (such as "attn") that was called or refused, and for each chosen
-    module, by name. If a chosen module was never called, its numbers are 0. `model`: the root. Raises ValueError if the
-    root is not sharded, or was sharded without `RuntimeOptions(graphs=...)`.
+    The result is {"captures": int, "replays": int, "eager": {reason: int}, "bytes": int, "scopes": {...}}. "scopes"
+    maps names to dicts with the first four keys. The names are those of all scopes (such as "attn") that were called or
+    refused, and of all chosen modules. If a chosen module was never called, its numbers are 0. `model`: the root.
+    Raises ValueError if the root is not sharded, or was sharded without `RuntimeOptions(graphs=...)`.
     """
     return _table(model).report()
 

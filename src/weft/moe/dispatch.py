@@ -200,8 +200,8 @@ class AllToAll:
     into equal ranges, one for each rank, in rank order.
 
     `rows_per`: "rank" sends a token once to each rank that has any of its experts. "expert" sends a token once for each
-    of its experts. With "expert", if the router's logits are bit-equal to those of one process, so are the outputs of a
-    layer without a shared expert and without `latent_size`.
+    of its experts. With "expert", the outputs of a layer are bit-equal to those of one process if the router's logits
+    are. This is not guaranteed for layers with a shared expert or a `latent_size`.
 
     Collective: every rank of the group must build its dispatchers in the same order. Rows use a lane (a communication
     queue that runs in parallel with the computation). The numbers of rows use a second lane, so that they never wait

@@ -57,8 +57,8 @@ class MoE(nn.Module):
         router_bias: whether the router has a bias.
         latent_size: the width of tokens in the exchange and in the routed experts. A linear layer projects tokens to
             this width before the exchange, and another projects the weighted sums of experts' outputs back to
-            `hidden_size` (Nemotron-H). In the shapes of rows, "hidden" is this width. Default: `hidden_size`, without
-            these layers.
+            `hidden_size` (Nemotron-H). In the documented shapes of rows, "hidden" means this width. Default:
+            `hidden_size`, without projections.
         shared_intermediate_size: the inner width of an expert that processes every token. 0: no such expert.
         shared_expert_gate: multiply the shared expert's output by a learned sigmoid (Qwen2-MoE, arXiv:2407.10671).
         backend: the backend of `GroupedExperts`.

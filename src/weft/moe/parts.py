@@ -4,7 +4,7 @@ parameter            at rest                  in a product         its gradient
 -------------------  -----------------------  -------------------  ------------------------------------
 without parallelism  plain                    whole                whole
 cut                  DTensor, Shard(dim)      this rank's slice    the gradient of the slice
-read in parts        DTensor, Replicate()     this rank's spans    partial: summed over the ranks
+read in parts        DTensor, Replicate()     this rank's pieces   partial: summed over the ranks
 whole                DTensor, Replicate()     whole                partial: summed over the ranks
 
 A parameter is read in parts if it cannot be cut into one equal slice for each rank. Examples are the fused projections

@@ -48,8 +48,8 @@ class Permutation:
         """The arguments `indices` and `offsets` of `torch.embedding_bag`, with one bag per token.
 
         `indices` [rows]: the indices of the rows, sorted by token, then by slot. `offsets`: the start of each bag,
-        then the number of rows. If `kept` is given, there may be more rows than kept assignments. The entries of
-        `indices` for these unused rows are 0, and form one more bag after the tokens' bags.
+        then the number of rows. With `kept`, there may be more rows than kept assignments. `indices` then ends with
+        zeros, one for each extra row, which form one more bag after the tokens' bags.
         """
         tokens, k = self.rows.shape
         if self.kept is None:

@@ -19,10 +19,11 @@ def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -
     Each value is a tensor [num_experts] int64; the keys are the layers' names in `model`. Forwards in training mode are
     counted, but not their recomputation in backward. Assignments that a capacity drops are included.
 
-    `reset`: set the counters to zero afterwards. `group`: None to return the counts of this rank, or a process group or
-    mesh of data-parallel ranks, such as `meshes.dense`, to sum the counts over its ranks. If each tensor-parallel rank
-    routes only its own positions, the counts are then also summed over the tensor-parallel ranks. (If not, these ranks
-    have equal counts.) All ranks over which counts are summed must call this function.
+    `reset`: set the counters to zero afterwards. `group`: sum the counts over the ranks of this process group or mesh
+    of data-parallel ranks, such as `meshes.dense`. None: return the counts of this rank. With a `group`, if each
+    tensor-parallel rank routes only its own positions, the counts are also summed over the tensor-parallel ranks. If
+    each routes all positions, these ranks have equal counts, which are not summed. All ranks over which counts are
+    summed must call this function.
     """
     return _read(model, "load", reset, group)
 

@@ -45,8 +45,8 @@ class _Word:
 
     @property
     def both_ways(self) -> tuple[int, int]:
-        """`value` and `-value`. `agree` returns the maximum of each: the maximum of `-value` is minus the minimum of
-        `value`."""
+        """`value` and `-value`. `agree` returns the maximum of each over the ranks, and thus the maximum and the
+        (negated) minimum of `value`. All ranks have the same value if maximum and minimum are equal."""
         return self.value, -self.value
 
     def compare(self, highest: int, lowest: int) -> None:

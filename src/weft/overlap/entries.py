@@ -22,10 +22,10 @@ def table_order(
     `overlap=False`: the two actions of an entry run one after the other. `queues`: the device has streams.
 
     Without `early_release`, delayed weight gradients of a layer's `attend` run during the first exchange (if any) of
-    the layer that comes next in the backward. No layer comes after a backward's last layer. Without `overlap`, the
-    weight gradients of the last layer's `attend` run at the end of the backward. With `overlap`, they run
-    - during the first exchange of the next entry's backward, if it is an exchange of another layer
-    - before the next entry's steps, if it is an exchange of the same layer, or if there is no such exchange
+    the layer that comes next in the backward. The last layer of a backward, L, has no next layer. Without `overlap`,
+    the weight gradients of L's `attend` run at the end of the backward. With `overlap`, they run
+    - during the first exchange of the next entry's backward, if that exchange belongs to another layer than L
+    - before the next entry's steps, if that exchange belongs to L, or if there is no such exchange
     - after all steps, if there is no next entry.
     """
     switches = {"early_release": early_release, "queues": queues}
@@ -59,11 +59,11 @@ def _entry_order(
 
 
 def _beside_first(steps: Sequence[Step], owed: Sequence[Step]) -> int:
-    """Return the index in `steps` at which to insert `owed`, the delayed weight-gradient steps of earlier entries. They
-    then run during the first exchange of a backward.
+    """Return the index in `steps` at which to insert `owed`, the delayed weight-gradient steps of earlier entries. At
+    this index, they run during the first exchange of a backward.
 
-    The index is 0 if there is no such exchange. It is also 0 if the exchange belongs to a layer of the steps `owed`:
-    their gradients must be added before that layer's next gradients.
+    Return 0 if `steps` has no such exchange. Also return 0 if the exchange belongs to a layer with steps in `owed`: the
+    layer's earlier gradients must be added before its next ones.
     """
     layers = {step.layer for step in owed}
     for number, step in enumerate(steps):

@@ -35,7 +35,7 @@ class Crossing:
     - `kept`: tensors for `finish`, by name. They may be differentiable.
     - `handle`: for a layer with a dispatcher, the result of `dispatcher.plan`, or `MoE.send(...).handle` if the layer
       calls `MoE.send`. For other layers, any data for the later stages that is not differentiable.
-    - `loss`: a scalar that the model's `loss` or `total_loss` gets as one of its `losses`, or None.
+    - `loss`: a scalar or None. The model's `loss` or `total_loss` gets the scalar as one of its `losses`.
     """
 
     rows: Tensor

@@ -59,9 +59,9 @@ def forward_backward(
         early_release: in a pair of a forward and a backward, free the activations of the backward's layer before the
             forward runs its experts. This takes less memory and hides less communication.
         halves: exchange each half of a microbatch's tokens separately. The experts compute one half while the other is
-            in flight. This applies to a microbatch if its forward, its backward or both are not in a pair. Its tokens
-            are then exchanged in halves in both directions. The option needs a model with `moe_rows_per="rank"`. The
-            gradients of experts are summed in another order, which changes their rounding.
+            in flight. A microbatch is divided, in forward and in backward, if at least one of the two runs alone, not
+            in a pair. The option needs a model with `moe_rows_per="rank"`. The gradients of experts are summed in
+            another order, which changes their rounding.
         loss_scale: a factor for the gradients, such as 1 / len(microbatches), or a list with one factor for each
             microbatch, such as its share of the tokens.
         trace: a list that receives each step in issue order, a named tuple (direction, microbatch, layer, slot, lane,

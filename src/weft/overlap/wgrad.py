@@ -11,9 +11,9 @@ checkpointing must recompute in backward exactly what the forward computed.
     F.linear             [..., in] by a parameter [out, in]              vectors; biases of more than one dimension
     F.grouped_mm         [rows, in] by a parameter [groups, in, out],    products of other dimensions; with a bias or
                          groups of rows ending at `offs`                 another dtype for the output
-    both                                                                 weights that are frozen, computed from other
-                                                                         tensors, or have hooks on their gradients;
-                                                                         subclasses, such as DTensors, except quantized
+    both                                                                 frozen weights; weights computed from other
+                                                                         tensors; weights with gradient hooks;
+                                                                         subclasses such as DTensor, but not quantized
                                                                          weights; products under autocast,
                                                                          torch.compile or torch.func
 """

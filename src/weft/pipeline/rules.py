@@ -87,8 +87,8 @@ class _Ledger:
         return None
 
     def _due(self, part: str, chunk: int) -> Action:
-        """Return the next action for `part` ("F", "I" or "W"). For I and W, the action is a B, the two in one, if I and
-        W have run for the same microbatches so far."""
+        """Return the next action of the kind `part` ("F", "I" or "W"). If the chunk has run as many I as W, return a B,
+        which contains both, in place of an I or a W."""
         whole = part != "F" and self._next["I", chunk] == self._next["W", chunk]
         return Action("B" if whole else part, self._next[part, chunk], chunk)
 

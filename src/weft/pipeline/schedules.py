@@ -60,8 +60,8 @@ def combined(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of `interleaved`, except that each rank's warm-up is one forward longer. Each later forward is
     paired with the backward that follows it.
 
-    With the warm-up of `interleaved`, the last rank's first backward would need the result of the forward in its own
-    pair.
+    The last rank needs the longer warm-up: with that of `interleaved`, its first backward would be paired with the
+    forward whose result it needs.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=1)
     return Table("combined", tuple(tuple(_paired(row)) for row in rows), chunks, microbatches)
@@ -214,7 +214,8 @@ def _alike(row: Iterator[Entry]) -> Iterator[Entry]:
 
 
 class _Row:
-    """Builds the entries of one rank. For each kind of action and chunk, each call takes the next microbatch."""
+    """Builds the entries of one rank. An appended action is for the next microbatch of its chunk. Each chunk counts
+    forwards and backwards separately."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []

@@ -15,10 +15,10 @@ from weft.quantize.recipe import Quantization
 def suits(recipe: Quantization, parameter: nn.Parameter, owners: Sequence[tuple[Any, str]]) -> bool:
     """Return whether a parameter is quantized by default, when `MixedPrecisionPolicy` has no `quantize`.
 
-    The parameter must have two or three dimensions, and must be neither the weight of an `nn.Embedding` or
-    `nn.EmbeddingBag` nor a bias of `GroupedExperts`. With `compute="scaled"`, every module that has the parameter must
-    also support quantized weights, as `nn.Linear` and `GroupedExperts` do. `owners`: for each of these modules, a weak
-    reference to it and the name of the parameter in it.
+    The parameter must have two or three dimensions. Weights of `nn.Embedding` and `nn.EmbeddingBag` are not quantized,
+    nor are biases of `GroupedExperts`. With `compute="scaled"`, every module that has the parameter must also support
+    quantized weights, as `nn.Linear` and `GroupedExperts` do. `owners`: for each module that has the parameter, a weak
+    reference to the module and the name of the parameter in it.
     """
     return parameter.ndim in (2, 3) and all(_suits(recipe, ref(), attribute) for ref, attribute in owners)
 

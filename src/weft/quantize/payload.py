@@ -4,10 +4,10 @@
     on all ranks, for recipes with one scale per matrix:   maxima of the matrices
 
 Blocks smaller than a matrix do not cross the border of a shard, so each rank quantizes them without communication.
-Exceptions are the recipes with one scale per matrix (tensorwise and nvfp4). They need the maximum of the whole matrix:
-once per step, `weft.fsdp.runtime.freshness` reduces the shards' maxima over the ranks. One message carries payload and
-scales. Each piece of a shard (its part of one tensor) is dequantized directly from the received bytes into the full
-weights or, with `compute="scaled"`, copied there in quantized form.
+With one scale per matrix (tensorwise and nvfp4), ranks must know the maximum of the whole matrix: once per step,
+`weft.fsdp.runtime.freshness` reduces the shards' maxima over the ranks. One message carries payload and scales. A piece
+is the part of a shard that belongs to one tensor. Each piece is dequantized from the received bytes directly into the
+full weights. With `compute="scaled"`, it is copied there in quantized form instead.
 
 With mx and `compute="scaled"`, weights have two copies. Both copies are made from the same main weights at the same
 time. Forward gathers copy 0, with blocks along the dimension over which forward products sum. Backward gathers copy 1,
@@ -95,8 +95,9 @@ class Narrow:
         self._come: torch.Tensor | None = None  # the gathered bytes of all shards, which `open` reads
 
     def _recipe_of(self, number: int, copy: int) -> Quantization:
-        """Return the recipe of copy number `copy` of tensor `number`. If there are two copies, the blocks of copy 0 are
-        along the dimension over which forward products sum: -1, but -2 in a stack, whose matrices are [in, out]."""
+        """Return the recipe of copy number `copy` of tensor `number`. If there are two copies, copy 0 has blocks along
+        the dimension over which forward products sum: -2 for a stack of [in, out] matrices, -1 for one matrix. Copy 1
+        has blocks along the other of the two dimensions."""
         if self.copies == 1:
             return self._recipe
         return self._recipe.along(-2 if (len(self._extents[number].shape) == 3) != bool(copy) else -1)
@@ -112,8 +113,8 @@ class Narrow:
         return self._come
 
     def made_from(self, version: int) -> int:
-        """Return the version to record for a payload that is made from the main weights at `version`. If the payload
-        needs maxima, return their version, because the maxima may be from older main weights."""
+        """Return the version of the main weights to record for a payload that is made now, at `version`. If the payload
+        needs maxima, return the version from which the maxima were computed, which may be older than `version`."""
         return version if self.maxima_version is None else self.maxima_version
 
     def open(self, full: torch.Tensor, copy: int) -> None:

@@ -16,9 +16,9 @@
     a pass begins, and some rank has unfrozen     they are restored and kept on all ranks
       a parameter
 
-The payload changes only if the main weights are written. Quantizing the restored main weights gives the same payload
-again, with few exceptions for `nvfp4` and fp16 parameters. With `pow2=True`, some blocks get half the scale and other
-codes for the same values. State dicts can therefore hold dequantized values, which do not depend on the format.
+The payload changes only if the main weights are written. State dicts can hold the dequantized values, which do not
+depend on the format: quantizing these values again gives the same payload, with few exceptions for `nvfp4` and fp16
+parameters. With `pow2=True`, some blocks get half the scale and other codes, which stand for the same values.
 """
 
 import sys
@@ -135,8 +135,9 @@ class PayloadOnly(FlatBuffer):
 
 
 def payload_only_of(group: Any) -> PayloadOnly | None:
-    """Return a `PayloadOnly` that replaces the main weights of the parameter group `group`. Return None, and thereby
-    keep the main weights, if they are trainable, offloaded or empty, or do not have exactly one quantized copy."""
+    """Return a `PayloadOnly` that replaces the main weights of the parameter group `group`, or None to keep them. They
+    are kept if the group is trainable, offloaded or empty. They are also kept if it is not quantized, or if its weights
+    have two quantized copies."""
     stays = group.trainable or group.offload is not None or not group.layout.data_numel
     if stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1:
         return None

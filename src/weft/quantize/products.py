@@ -33,8 +33,8 @@ def beside(recipe: Quantization, dim: int, *, by_row: bool = False) -> Quantizat
     """Return the recipe of the other operand in a product with a weight that is quantized with `recipe`.
 
     `dim`: the dimension of the weight over which the product sums. Return None if a rowwise, mx or nvfp4 weight has
-    blocks of one element along `dim`: the other operand is then not quantized. `by_row`: with a tensorwise weight,
-    whether each row of the other operand has its own scale, so that a row of the product does not depend on other rows.
+    blocks of one element along `dim`: the other operand is then not quantized. `by_row`: if the weight is tensorwise,
+    give each row of the other operand its own scale. A row of the product then does not depend on other rows.
     """
     if recipe.kind == "tensorwise":
         return rowwise(pow2=recipe.pow2) if by_row else dataclasses.replace(recipe, via=None)
