@@ -3,7 +3,7 @@
     weights     version counter                              class                           who may read them
     ----------  -------------------------------------------  ------------------------------  -----------------
     gathered    the main weights' counter                    Parameter                       all code
-    freed       a number of the group, >= 1,000,000,000      `_Gone` subclass of Parameter   no code
+    freed       a number >= 1,000,000,000, one per group     `_Gone` subclass of Parameter   no code
 
 Two checks refuse reads of freed weights. Autograd's version check raises for tensors that a forward has saved, on every
 path into backward. The `_Gone` class raises for parameters that code has kept.
@@ -278,11 +278,11 @@ Each has the number of backwards that were inspected since then. Backwards with 
 def explaining(
     run: Callable[..., Any], look_around: Callable[..., list], settle: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Wrap `run`, torch's function that runs a backward. Errors about sharded weights then name these weights. If
-    `inputs` has a sharded parameter whose unit waits for its backward, and the backward computes no gradient of this
-    parameter, the wrapper raises. While `first_backwards` is not empty, a backward without `inputs` begins with
-    `look_around(first_backwards, outputs)`, whose result replaces `first_backwards`. A backward without an error ends
-    with `settle()`."""
+    """Wrap `run`, torch's function that runs a backward. Errors about sharded weights then name these weights. The
+    wrapper raises if the backward computes no gradient of a sharded parameter in `inputs` whose unit waits for its
+    backward. `look_around` searches the graph of a backward without `inputs` for parameters in no unit, and returns the
+    new `first_backwards`. The wrapper calls it before such a backward while `first_backwards` is not empty. After a
+    backward without an error, the wrapper calls `settle()`."""
 
     @functools.wraps(run)
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -58,8 +58,9 @@ class Channels:
 
     def separate_gathers(self, groups: Sequence[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
         """Choose the communicators for gathers over `groups`, the model's process groups. `choice`: True: a second
-        communicator for each of `groups`. False: `groups` themselves. A list of process groups: as True, but use a
-        process group from the list if it has the same ranks in the same order. Collective unless `choice` is False.
+        communicator for each of `groups`. False: `groups` themselves. A list of process groups: as True, but those
+        in the list serve as second communicators. One in the list matches one of `groups` if both have the same ranks
+        in the same order. Collective unless `choice` is False.
         Raises ValueError if a process group in the list matches none of `groups`, or if one of `groups` already has a
         different second communicator."""
         self.separate = bool(choice)

@@ -53,9 +53,9 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
         mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard); with `dp_mesh_dims`, a larger mesh.
-            Default: a 1-D mesh of all ranks on the device of the first parameter that is not ignored. If this device is
-            "cpu" or "meta", the mesh is on CUDA, provided that CUDA is available and the process group's backend is not
-            gloo. If not, the mesh is on CPU.
+            Default: a 1-D mesh of all ranks on the device of the first parameter that is not ignored. A parameter
+            on "cpu" or "meta" gives a mesh on CUDA, or on CPU if CUDA is not available or the process group's backend
+            is gloo.
             If there is no process group, this default creates it from the launcher's environment variables.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO 0 to 3) or `weft.Placements`. Default:
             "optim_grads_params", or "no_shard" if `dp_mesh_dims` names axes to replicate over but none to shard over.

@@ -6,7 +6,7 @@ model_weight  always      parameter  compute  the input of gathers
 full          gathered    Replicate  compute  the weights that forward and backward read; registered during uses
 gradients                                     see `weft.fsdp.gradients.group`
 
-Without quantization: if model_weight and main_weight are sharded alike over several ranks, they are one buffer, and
+Without quantization: if model_weight and main_weight are sharded alike over several ranks, they are one buffer, which
 gathers cast and upload. In other cases, main_weight is in the memory of model_weight if their dtypes are equal and
 nothing is offloaded. If every rank keeps all weights, `full` is the same buffer as model_weight, and always lives.
 
@@ -184,8 +184,8 @@ class ParameterGroup:
 
     @property
     def is_written(self) -> bool:
-        """If the model weights are not outdated: `is_stale`. If they are: whether the main weights have changed since
-        the ranks agreed on the maxima for the next update; False if the update needs no maxima."""
+        """If the model weights are not outdated, the same as `is_stale`. If they are outdated: whether the main weights
+        have changed since the ranks agreed on maxima for the next update. False if that update needs no maxima."""
         return self.payload.made_from(self.version) != self.version if self.is_outdated else self.is_stale
 
     def outdate(self, *, agreed: bool = False) -> None:
@@ -195,7 +195,7 @@ class ParameterGroup:
             self._refreshed_from = None
 
     def gather(self, channels: Channels) -> Ticket | None:
-        """Start to gather the full weights. Update outdated model weights first. Return None if nothing is pending."""
+        """Update outdated model weights and start to gather. Return the last ticket, or None if nothing is pending."""
         self.refresh(channels)
         refreshing, self._refreshing = self._refreshing, None
         with torch.no_grad():

@@ -25,8 +25,8 @@ from weft.memory.buffer import FlatBuffer
 @dataclass
 class Slot:
     """The places where a parameter is registered. `name`: its name in the unit. `there`: the tensor registered now.
-    `owners`: the modules that register it, each with its name there. `observed`: whether an owner's class defines
-    `__setattr__`, as RNNs do."""
+    `owners`: the modules that register it, each with the name of its attribute. `observed`: whether an owner's class
+    defines `__setattr__`, as RNNs do."""
 
     name: str
     there: nn.Parameter | None

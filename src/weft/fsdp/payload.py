@@ -1,11 +1,10 @@
 """The formats in which weights are gathered: main weights are converted to a payload, and payloads to full weights.
 
 `Plain` payloads have elements of the compute dtype. Payloads of `weft.quantize.payload` have one byte or half a byte
-per element. Code outside of these classes only moves or casts elements. A group gathers weights for use
-(`ParameterGroup.gather`), updates model weights after a step (`refresh`), takes part in gathers whose result it does
-not need (`serve`), and shares messages with other groups (`Bucket`). `gather` and `refresh` convert weights with
-`write` before sending. `serve` and buckets send the stored weights, at most with a cast or an upload. `open` converts
-received payloads to full weights.
+per element. Code outside of these classes only moves or casts elements. `ParameterGroup.gather` and `refresh` (the
+update of model weights after a step) convert weights with `write` before sending. `serve` (a gather that only other
+ranks need) and `Bucket` (a message of several groups) send the stored weights, at most with a cast or an upload. `open`
+converts received payloads to full weights.
 """
 
 import functools
@@ -51,7 +50,7 @@ class Plain:
         return full
 
     def made_from(self, version: int) -> int:
-        """Return the version of the main weights for which a payload is valid if it is made now, at `version`."""
+        """Return the version to record for a payload that is made from the main weights at `version`."""
         return version
 
     def open(self, full: torch.Tensor, copy: int) -> None:

@@ -2,8 +2,8 @@
 
 fully_shard(block)       creates a driver, the root of a model with one unit
 fully_shard(model)       creates a driver around the drivers of the blocks; it becomes their root
-the first use            such as a pass or `unshard()`: the root creates the runtime of all units; the root, and
-                         forwards that wait for their backward, keep the runtime alive
+the first use            the root creates the runtime of all units; the root, and forwards that wait for their backward,
+(pass, `unshard()`, ...) keep the runtime alive
 """
 
 import weakref
@@ -55,8 +55,9 @@ class UnitDriver(HookDriver):
         return root
 
     def come_under(self, around: "UnitDriver") -> None:
-        """Put this driver under `around`, unless it is under a driver already. Drop its runtime, because the new root
-        makes another one. Let `around` take over option changes by method calls (`RuntimeOptions.joined`)."""
+        """Put this driver under `around`, unless it is under a driver already. Drop the runtime of this driver,
+        because the new root makes another one. `around` takes over the options that method calls have changed
+        (`RuntimeOptions.joined`)."""
         if self.above() is None:
             self.above = weakref.ref(around)
         runtime = self.runtime

@@ -66,7 +66,7 @@ class Gathered(Protocol):
 class _Pass:
     """The state of a pass. `kind`: as in `Trace`. `expected`: the units that the trace expects to be used, in order.
     `backwards`: for each of these uses, 1 if it needs backward's copy of the weights, otherwise 0. `wanted_at`: the
-    units to gather ahead. A key has the position in the trace, and whether the unit in use came with its bundle."""
+    units to gather ahead, by two facts: the position in the trace, and whether the unit in use came with its bundle."""
 
     kind: str
     expected: tuple[int, ...] = ()

@@ -161,7 +161,7 @@ def _preferred_steps(tensor: Extent, demanded: int) -> list[int]:
 
 
 def _shard_steps(chains: list[list[int]], align: int) -> set[int]:
-    """Return steps of the shard size: each size to try is a multiple of one step. The steps are `align`, and the least
+    """Return steps, in elements. A shard size to try is a multiple of one step. The steps are `align`, and the least
     common multiples of `align` and the row sizes of one tensor or of all tensors."""
     steps = {align}
     for depth in range(max((len(chain) for chain in chains), default=0)):

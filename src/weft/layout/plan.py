@@ -57,8 +57,8 @@ class UnitFacts:
     - `sent`: the messages that gather all groups.
     - `refreshed`: the messages that update, once per step, the model weights that each rank keeps.
     - `updating`: the temporary memory of these updates.
-    - `other_copy`: the messages that gather backward's copy of some weights after forward's copy, and their temporary
-      memory. (0, 0) if there is only one copy.
+    - `other_copy`: two numbers. The first: the messages that gather backward's copy of some weights after forward's
+      copy. The second: their temporary memory. (0, 0) if there is only one copy.
     - `staging`: the temporary memory of uploads, casts and quantized payloads.
     - `post_forward`: the part of each group's weights that is kept from forward to backward.
     - `tied`: the units whose parameters this unit shares.
@@ -100,8 +100,8 @@ def is_inside(name: str, outer: str) -> bool:
 
 
 class Limits(NamedTuple):
-    """Limits from the user's `RuntimeOptions`, and the `order`: the units in the order in which their reductions start.
-    None: from the last unit to the first. `checked`: the option `check_collectives`."""
+    """Limits from the user's `RuntimeOptions`. `checked`: the option `check_collectives`. `order`: the units in the
+    order in which their reductions start. None: from the last unit to the first."""
 
     prefetch_bytes: int | None = None
     bucket_bytes: int = 0

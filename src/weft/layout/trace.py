@@ -10,8 +10,8 @@ keep root, done root                  ready root, done root
 event    meaning
 -----    -----------------------------------------------------------------------------------
 use      a module starts to compute with the full weights
-named    the user has chosen what to prefetch at the preceding `use`: the units of the `ahead` events that follow
-ahead    the user has asked to prefetch this unit at the preceding `use`
+named    at the preceding `use`, prefetch only what the user has chosen: the units of the `ahead` events that follow
+ahead    the user has chosen to prefetch this unit
 keep     the full weights stay: after a forward or a recomputation until its backward or the next forward, after
          a backward until `reshard`
 done     the module has finished computing with the full weights
@@ -29,7 +29,7 @@ from typing import NamedTuple
 class Event(NamedTuple):
     """One event. `unit`: the unit's number. `detail` is 0, except in these events:
 
-    - `use`: 1 if a backward uses the unit and reads another copy of its weights than forward (and than recomputations).
+    - `use`: 1 if a backward, not a recomputation, uses a unit whose weights have a second copy for backward.
     - `keep`: 1 after a backward that does not free the weights.
     - `done`: 1 in a forward, or a recomputation, that a backward follows.
     - `ready`: 1 if an optimizer step may follow: the reductions then also run over the outer axis of a 2-D mesh.

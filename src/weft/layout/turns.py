@@ -188,7 +188,7 @@ class ReductionOrder(ABC):
                 self._turns.popleft()
 
     def add(self, units: Iterable[int]) -> None:
-        """Reduce these units, which are ready on some rank but are not in the agreed order, the last one first."""
+        """Reduce these units, from the last to the first. They are ready on some rank, but not in the agreed order."""
         for unit in sorted(units, reverse=True):
             self._take((unit,))
 

@@ -188,7 +188,7 @@ def _take_over(where: dict[str, Any], name: str, memory: torch.Tensor) -> None:
 
 
 def _check_filled(filled: torch.Tensor, module: nn.Module, name: str, called: str) -> None:
-    """Raise ValueError if attribute `name` of `module` was not filled; `called`: its name in the unit."""
+    """Raise ValueError if attribute `name` of `module` was not filled. `called`: the tensor's name in the unit."""
     if has_blank(local_of(filled).detach()):
         raise ValueError(
             f"{called!r} is not initialized: it was built on the meta device, and the reset_parameters() of "

@@ -1,4 +1,4 @@
-"""The parameters that one `fully_shard` call shards: those of its modules that are in no nested unit and not ignored.
+"""The parameters that one `fully_shard` call shards. Those of nested units and ignored ones are not among them.
 
 Parameters with equal mesh, dtypes, quantization and `requires_grad` form one group. A tied parameter that already
 belongs to another unit stays in that unit. That unit then also registers the parameter's tensors in the modules of this

@@ -8,8 +8,9 @@ returns None as the weight's gradient. The forward keeps the weight as an attrib
 
 Megatron's convention works too: a module sets `weight.grad_added_to_main_grad = False` on its parameter before
 `fully_shard`. In backward it adds to `weight.main_grad` and sets `weight.grad_added_to_main_grad = True`. weft then
-ignores autograd's gradient of the weight. If the module returns zeros to autograd, it can declare this with
-`weight.zero_out_wgrad = True`. weft then adds autograd's gradient, with the gradients of the weight's other uses.
+ignores autograd's gradient of the weight. A module that returns zeros to autograd can also set
+`weight.zero_out_wgrad = True`. In this case, autograd's gradient has only the gradients of the weight's other uses, and
+weft adds it.
 
 `whole` is for weights that are replicated over tensor-parallel ranks, each of which computes a partial gradient:
 

@@ -55,10 +55,10 @@ class MainGradients:
 
     def _exclusive(self, kept: Sequence[ShardedParameter], *, renewed: bool) -> FlatBuffer:
         """Return the buffer. The gradients of `kept` parameters keep their values. If `kept` is not empty, the other
-        gradients become zeros. `renewed`: a backward, or gradients of other code, will be written to the buffer. The
-        buffer moves to new memory in two cases. The first: other code holds published tensors that are no longer
-        `.grad`. The second: with `renewed`, other code has views of published gradients, and not all parameters are
-        `kept`."""
+        gradients become zeros. `renewed`: a backward, or gradients of other code, will be written to the buffer. To
+        leave tensors of other code unchanged, the buffer moves to new memory in two cases. The first: other code holds
+        published tensors that are no longer `.grad`. The second: with `renewed`, other code has views of published
+        gradients, and not all parameters are `kept`."""
         old = self.buffer
         stays = set(kept)  # usually all or none
         dropped = [each for each in self._parameters if each not in stays] if kept else self._parameters

@@ -4,8 +4,8 @@
     2-D    packed    --shard axis-->    summed    --outer axis-->    main gradients
 
 A stage that waits, for more microbatches or for its turn, accumulates in the main gradients' dtype. Messages have the
-reduce dtype. If the reduce dtype has less range than the buffer's (float16 and, by a little, bfloat16), gradients are
-scaled before the cast, because the average may be representable even if the terms are not.
+reduce dtype. If the reduce dtype has less range than the buffer's dtype, gradients are scaled before the cast, because
+the average may be representable even if the terms are not. (Even bfloat16 has slightly less range than float32.)
 """
 
 from collections.abc import Callable

@@ -83,7 +83,8 @@ class Bucket:
 
     def serve(self, copy: int) -> Ticket:
         """Take part in a gather that only other ranks need, and discard the result. `copy`: 1 for backward's copy of
-        the weights, otherwise 0. Also send units that this rank has gathered: another rank's pass may need them."""
+        the weights, otherwise 0. Send also the units that this rank has gathered already, because other ranks may
+        need them."""
         with torch.no_grad():
             sources = self._sources(copy)
         return self._start([None] * len(sources), sources, copy)

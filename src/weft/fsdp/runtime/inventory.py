@@ -147,8 +147,8 @@ def _refuse(suspects: set[Any], roots: Iterable[Any], parents: dict[nn.Module, l
 
 
 def _warn(suspects: set[Any], reached: Sequence[Any], parents: dict[nn.Module, list[nn.Module]]) -> None:
-    """Warn about suspects whose gradients would not be reduced. `reached`: the roots that the backward reaches; without
-    any, warn about nothing. Only rank 0 warns."""
+    """Warn about suspects whose gradients would not be reduced. `reached`: the roots that the backward reaches. If it
+    is empty, there is no warning. Only rank 0 warns."""
     if not reached or dist.get_world_size() == 1 or dist.get_rank() > 0:
         return
     apart = sorted(

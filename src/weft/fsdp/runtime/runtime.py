@@ -9,8 +9,8 @@
     begin_backward               let the end of autograd's backward call `end_backward`, and its failure call `fail`
     end_backward                 end the calls that no hook has ended; agree with the other ranks; collect the
                                  reductions; free the units' memory; plan memory; set `.grad`
-    fail, recover                immediately drop holders and, in a pass with a backward, gradients; clean up, at the
-                                 latest at the next call
+    fail                         immediately drop holders and, in a pass with a backward, gradients
+    recover                      clean up after `fail`, at the latest at the next call
 
 `passes` knows the current pass, `shared` acts on all units, `consensus` exchanges state with the other ranks, and
 `joint_backward` handles backwards that run through several models of the process.
