@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _as_settings(unknown: Sequence[str]) -> list[str]:
-    """Return the `unknown` arguments as settings, such as train.steps=5 for --train.steps 5. Return [] unless all
-    arguments belong to settings with a value."""
+    """Return the `unknown` arguments as settings, such as train.steps=5 for --train.steps 5. Return [] if an
+    argument is not part of a setting, or if a setting has no value."""
     found: list[str] = []
     for word in unknown:
         name, has_value, _ = word.partition("=")

@@ -65,7 +65,7 @@ def start(options: argparse.Namespace) -> int:
 
 def _find_configuration(options: argparse.Namespace) -> str:
     """Return the path of the configuration that `--example`, CONFIG.toml or `--resume` names. Also set
-    `options.config` to this path, but leave it at None for the configuration of the run that `--resume` names."""
+    `options.config` to this path. If the path is in the run that `--resume` names, `options.config` stays None."""
     from weft.checkpoint.storage import require_exists
     from weft.train.config import ConfigError
     from weft.train.run.runs import CONFIG, refuse_no_run, refuse_other_directories, run_directory

@@ -7,7 +7,7 @@ attention over whole rows is the same amount of work on each rank. With cp = 2:
     rank 0     0 0 3 3
     rank 1     1 1 2 2
 
-    layer     exchanged                                                     bytes
+    symbol    exchanged                                                     bytes
     *         `context_attention="heads"`: heads, by an all-to-all          grow with the row
               "gather": keys and values of all positions                    grow with the row
               "gather" with a window of at most one slice: the keys and     constant
@@ -17,8 +17,8 @@ attention over whole rows is the same amount of work on each rank. With cp = 2:
               factor and the summand with which a slice updates the state
     P         the same as for * and for M
 
-The collectives for these exchanges run on the lane "context", a communication queue beside the computation. The
-backward of a gather sums the gradients over the ranks.
+For the symbols of layers see `weft.models.pattern`. The collectives for these exchanges run on the lane "context", a
+communication queue beside the computation. The backward of a gather sums the gradients over the ranks.
 """
 
 import math
@@ -41,11 +41,10 @@ from weft.models.loss import IGNORED_LABEL
 
 
 class Piece(NamedTuple):
-    """Some parts of documents in this rank's slices: those with S queries and T keys each (see `Slices.pieces`).
+    """The parts of documents in this rank's slices that have S queries and T keys (see `Slices.pieces`).
 
-    `queries` [parts, S]: the indices of the queries in the flattened slices. `keys` [parts, T]: the indices of the keys
-    in the flattened tensor that `Slices.pieces` describes. The queries of a part are at the positions of its last S
-    keys.
+    `queries` [parts, S]: indices into the flattened slices. `keys` [parts, T]: indices into the flattened tensor that
+    `Slices.pieces` describes. The last S keys of a part are at the same positions as its queries.
     """
 
     queries: Tensor
@@ -170,9 +169,9 @@ class Slices:
         slice. Its keys are the document's positions up to the last query. All parts with equal numbers of queries and
         of keys are in one `Piece`.
 
-        `before`: if given, a query sees at most this many keys before its slice, and `Piece.keys` are indices into the
-        flattened result of `haloing` with this size. Default: all earlier keys, with indices into the flattened whole
-        rows.
+        `before`: the largest number of keys before its slice that a query sees. If given, `Piece.keys` are indices into
+        the flattened result of `haloing` with this size. Default: a query sees all earlier keys, and `Piece.keys` are
+        indices into the flattened whole rows.
         """
         name = f"pieces/{before}"
         if (device, name) not in self._made:
@@ -350,10 +349,10 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
         part = context_part({"tokens": tokens, "labels": labels, "documents": documents}, meshes)
         loss = model(part.pop("tokens"), **part)
 
-    Rows are padded at their end to a multiple of 2 x cp, or of cp x lcm(2, tp) with tensor-parallel ranks: "labels"
-    with -100, all other tensors with 0. If the batch has "documents", the labels in their padding and at the last
-    positions of documents are set to -100 too. (For the exception see `Documents.continues`.) The result always has
-    "documents": a `Slices`, which the model takes in place of a `Documents`.
+    Rows are padded at their end to a multiple of 2 x cp (with tensor-parallel ranks, of cp x lcm(2, tp)). "labels" are
+    padded with -100, all other tensors with 0. If the batch has "documents", labels are also set to -100 at the last
+    position of each document and where `documents` have padding. (For the exception see `Documents.continues`.) The
+    result always has "documents": a `Slices`, which the model takes in place of a `Documents`.
 
     Raises `ValueError` if `meshes.cp` is None, if a value is not a tensor, and if the shape of a tensor or of
     "documents" does not fit "tokens". Raises `TypeError` if the batch has no tensor "tokens", and if "documents" is not

@@ -128,17 +128,17 @@ class HybridModel(nn.Module):
     def tied_ends(self) -> Sequence[nn.Module]:
         """This rank's modules that the model uses both before and after its layers.
 
-        The list has the embedding, or this rank's copy of it, if a tied head or prediction depths also use the
-        embedding. Otherwise, and on a rank without the embedding, the list is empty.
+        If a tied head or prediction depths also use the embedding, the list has the embedding or this rank's copy of
+        it. On a rank without the embedding, the list is empty. If only the input uses the embedding, it is empty too.
         """
         ties = self.cfg.tie_word_embeddings or self.cfg.parsed.depths > 0
         return [self.embedding] if ties and self.embedding is not None else []
 
     @property
     def shared_ends(self) -> Sequence[nn.Module]:
-        """`tied_ends`, if the first and the last stage are on different ranks. Otherwise empty.
+        """`tied_ends`, if the first and the last stage are on different ranks that each have a copy of the embedding.
 
-        Each of these two ranks then has a copy of the embedding.
+        In all other cases, an empty list.
         """
         return self.tied_ends if self.cut is not None and self.cut.shares_ends else []
 

@@ -126,8 +126,8 @@ class TrainConfig:
 
     @property
     def _own_chunks(self) -> int:
-        """The number of pipeline stages on each rank. `sharding.chunks` determines it. If `sharding.chunks` is unset,
-        the segments of the pattern do. For a pattern without segments, 0: the schedule's default then applies."""
+        """The number of pipeline stages on each rank: `sharding.chunks` or, if that is unset, the number of the
+        pattern's segments per rank. For a pattern without segments, 0: the schedule's default then applies."""
         segments = len(self.hybrid.parsed.segments)
         return self.sharding.chunks or (max(1, segments // self.sharding.pp) if segments > 1 else 0)
 

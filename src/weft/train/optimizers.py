@@ -107,7 +107,8 @@ def configured_options(optimizer: torch.optim.Optimizer, config: OptimizerConfig
 
 def check_loaded_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None) -> None:
     """Raise ConfigError if options of [optimizer], such as amsgrad, need state that was not loaded into `optimizer`.
-    Checks only the classes in `ELEMENT_WISE`, with steps on a parameter of one element."""
+    Checks only the classes in `ELEMENT_WISE`. To find the needed state, steps a new optimizer of a parameter with one
+    element."""
     loaded = next(((parameter, state) for parameter, state in optimizer.state.items() if state), None)
     if loaded is None or config is None or config.name not in ELEMENT_WISE:
         return

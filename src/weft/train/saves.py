@@ -67,7 +67,7 @@ class Saves:
         """Fill `state` from the copy in memory or from the newest intact checkpoint. Return the step that was loaded.
 
         The copy is loaded if it is intact and newer than every checkpoint on disk, damaged ones included. Otherwise the
-        copy is removed: the run may reach the step of the copy again, and could not overwrite the copy.
+        copy is removed, because the run cannot overwrite the copy if it reaches the same step again.
         """
         newest = self.checkpoints.latest() or 0
         copied = self.copies.latest() or 0 if self.copies is not None else 0

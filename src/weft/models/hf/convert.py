@@ -28,10 +28,9 @@ def convert(
 
     The format of the directory `source` determines the direction. `target`: a new or empty directory. Weights stay
     bit-exact. Tensors are copied one after another, so the whole model is never in memory. Raises `ConfigError` if
-    `source` does not exist. Raises `ConversionError` if the conversion is not possible. Nothing has been written then,
-    except for two faults that are noticed later. The first: copies of a tensor differ from each other. The second: a
-    file is damaged that has only such copies, or weights that the text model does not use. In both cases, what was
-    written is deleted.
+    `source` does not exist. Raises `ConversionError` if the conversion is not possible. Two faults are noticed only
+    after writing has begun, and what was written is then deleted. The first: copies of a tensor differ from each other.
+    The second: a file is damaged that holds nothing but such copies and weights that the text model does not use.
 
     - `ignored`: unknown fields of config.json to ignore. Only for the conversion of Hugging Face files.
     - `model_type`: the family to write. Only for the conversion back. Default: the family from which the model was

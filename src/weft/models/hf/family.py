@@ -45,7 +45,7 @@ class Family:
     - `tensors`: maps each layer symbol to the table of the tensor names in such a layer.
     - `depths`: the tensor names of prediction depths. None if weft supports no depths in this family.
     - `memory`: pairs (part of a name in these tables, the part that replaces it in transformers' `state_dict()`). Some
-      files store such a `state_dict()`, with its names.
+      files have the names of the `state_dict()`.
     """
 
     model_type: str
@@ -131,7 +131,7 @@ class Family:
     def places(self, cfg: HybridConfig, *, fused: bool = False) -> dict[str, Place]:
         """Return the place on disk of each of weft's tensors, by weft's name.
 
-        `fused`: whether one tensor on disk stacks the matrices of all experts, where `tensors` has a matrix per expert.
+        If `tensors` has one matrix per expert, `fused` says whether one tensor on disk stacks these matrices instead.
         """
         places = {name: self._place_of(name, cfg) for name in tensor_names(cfg)}
         if not fused:

@@ -1,9 +1,9 @@
 """The files of a loaded model besides its weights. They are written again when the model is saved.
 
-Among them are config.json, the tokenizer, the chat template and the generation settings. Weights of other parts of a
-larger model are not loaded. They are copied from the original directory if the model is saved in its original family. A
-training run keeps all of these in its folder `origin`, a directory in weft's own format without the weights of the
-model.
+Among them are config.json, the tokenizer, the chat template and the generation settings. If the text model is part of
+a larger model, the weights of the other parts are not loaded. They are copied from the original directory when the
+model is saved in its original family. A training run keeps these files and the weights of the other parts in its folder
+`origin`, a directory in weft's own format that lacks the weights of the text model.
 """
 
 import dataclasses

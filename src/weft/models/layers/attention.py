@@ -110,7 +110,8 @@ class Attention(Block):
         return Exchanged(slices, self.heads, *parts), partial(attention_within, slices.whole, **how)
 
     def _queries(self, x_BSD: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
-        """Return the queries, after norm and rotation, [B, S, H, C], and the gate of the same shape or None."""
+        """Return two results. The first: the queries [B, S, H, C], after norm and rotation. The second: the gate of the
+        same shape, or None."""
         q_BSHC, gate_BSHC = self.q_proj(x_BSD).unflatten(-1, (self.heads, -1)), None
         if self.gated:
             q_BSHC, gate_BSHC = q_BSHC.chunk(2, dim=-1)
@@ -150,8 +151,8 @@ def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
 def positions_of(documents: Borders | None, start: int, x_BSD: Tensor) -> Where:
     """Return the arguments `start` and `documents` of `RotaryEmbedding.forward` for the positions of `x_BSD`.
 
-    `start`: the number of earlier positions in the state. With `Slices`, another `start` is returned, because `forward`
-    takes `start` + S as the limit of all positions: this limit is then the length of the row.
+    `start`: the number of earlier positions in the state. It is returned unchanged, except with `Slices`. In that case,
+    the returned `start` is the row's length - S, because `forward` requires all positions to be less than `start` + S.
     """
     if isinstance(documents, Slices):  # positions in a slice may be anywhere in the row
         start = documents.whole.seq - x_BSD.shape[1]
@@ -243,12 +244,12 @@ def _in_blocks(
     """Compute `causal_attention` in a window, at a cost that grows with S x window: each block of queries sees its own
     keys and the `window` - 1 keys before it.
 
-    All blocks and layers share one mask. Drawn with a window of 4 and blocks of 7 queries:
+    All blocks and layers share one mask. Drawn along the keys, with a window of 4 and blocks of 7 queries:
 
-    head    ===                       these queries see all earlier keys
-    block   ---=======                =: the keys at the positions of the queries
+    head    ===                       the first queries, which see all earlier keys
+    block   ---=======                =: the keys at the positions of the block's queries
     block          ---=======         -: the `window` - 1 keys before them
-    tail                  ---====
+    tail                  ---====     the remaining queries, fewer than a block
     """
     how: dict[str, Any] = {"scale": scale, "sinks": sinks}
     queries, before, size = q_BSHC.shape[1], window - 1, max(window, LEAST_BLOCK)

@@ -76,8 +76,9 @@ class Experts(MoE):
         return "with one row per rank the number of rows changes between calls"
 
     def _join_eagerly(self) -> None:
-        """Let `weft.Graphs` count each call of `join` as an eager call in the scope "finish". With `ranks` or with one
-        row per rank, `join` does not call `_joined`, the method that graphs capture in this scope."""
+        """Let `weft.Graphs` count each call of `join` as an eager call in the scope "finish". Used if `join` does not
+        call `_joined`, which graphs capture in this scope: with `ranks`, or if the dispatcher's `rows_per` is "rank".
+        """
         scopes = {name: scope for name, scope in type(self).graph_scopes.items() if name != "_joined"}
         vars(self)["graph_scopes"] = {**scopes, "join": ("finish", ("latent_out", "post_norm"))}
 
@@ -93,8 +94,8 @@ class Experts(MoE):
     def recompute(self) -> None:
         """Let backward recompute the experts' activations, so that forward does not save them.
 
-        If the number of rows is fixed (`pad_to_capacity`) and `ranks` is None, backward recomputes only the module
-        `experts`, and `weft.Graphs` captures the recomputation too. Otherwise, backward recomputes `run_experts`.
+        By default, backward recomputes `run_experts`. If the number of rows is fixed (`pad_to_capacity`) and `ranks` is
+        None, backward recomputes only the module `experts`. `weft.Graphs` then captures the recomputation too.
         """
         if self.experts.has_fixed_rows and self.ranks is None:
             self.experts.recomputes = True

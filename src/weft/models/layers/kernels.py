@@ -1,6 +1,6 @@
 """Selects fast kernels of other packages, if they are installed and usable.
 
-    layer   name        function                                              usable on
+    symbol  name        function                                              usable on
     M, P    mamba_ssm   ops.triton.ssd_combined.mamba_chunk_scan_combined     CUDA
     G       fla         ops.gated_delta_rule.chunk_gated_delta_rule           CUDA, in half precision, with key heads
                                                                               up to 256 wide
@@ -9,7 +9,7 @@
 select a kernel by name and it is not usable, the layer's forward raises `KernelError`. Decoding steps of one position
 use no kernel. No kernel is usable with context parallelism. In this case, "auto" uses torch's operations and logs
 nothing. If you select a kernel by name in this case, the constructor of `HybridModel` raises `ValueError`. Results of
-the kernels and of torch's operations differ by rounding.
+the kernels and of torch's operations differ by rounding. For the symbols of layers see `weft.models.pattern`.
 """
 
 import importlib

@@ -1,7 +1,8 @@
 """Gathers a block's input from tensor-parallel ranks, and gathers it again in backward instead of saving it.
 
 forward     gather the input, compute, scatter the output; save this rank's part of the input
-backward    start to gather the input again, run the backward of the block's inner part, compute weight gradients
+backward    start to gather the input again, meanwhile run backward down to the first projections, whose weight
+            gradients need the input
 
 Megatron-LM's linear layers do the same (Korthikanti et al. 2022, arXiv:2205.05198).
 """

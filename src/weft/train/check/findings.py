@@ -1,15 +1,15 @@
 """Explains how a step on several ranks differs from the step on one rank: the parameter, the axis and the rule.
 
-what differs                what it means
---------------------------  -------------------------------------------------------------------------------------------
-names, initial weights      a stage has layers under wrong names, or a rank's part does not match its placement
-losses                      the forward pass is wrong
-gradients                   missing on some ranks
-                            not reduced over an axis: their sum or mean over the ranks of the axis is right
-                            counted or divided too often: wrong by a factor, usually the size of an axis or its inverse
-                            other errors: the ranks with wrong gradients are named
-the norm for clipping       a parameter is left out, or counted more than once
-clipped gradients           clipping leaves a parameter out
+what differs              what it means
+------------------------  ---------------------------------------------------------------------------------------------
+names, initial weights    a stage has layers under wrong names, or a rank's part does not match its placement
+losses                    the forward pass is wrong
+gradients                 - missing on some ranks
+                          - not reduced over an axis: their sum or mean over the ranks of the axis is right
+                          - counted or divided too often: wrong by a factor, usually the size of an axis or its inverse
+                          - other errors: the ranks with wrong gradients are named
+the norm for clipping     a parameter is left out, or counted more than once
+clipped gradients         clipping leaves a parameter out
 """
 
 from collections import defaultdict

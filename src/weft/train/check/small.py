@@ -2,7 +2,7 @@
 
 in the configuration              in the small copy
 sizes split over an axis          few heads, groups, experts or columns per rank
-heads in groups                   fewer groups of the same size; if no such number fits, as many groups of few heads
+heads in groups                   fewer groups of the same size; if none fits, the same number of groups with few heads
 layers                            one of each kind in each segment, but all layers if settings name layers by number;
                                   a pattern without segments keeps at least two layers, and at least one per stage
 more than `_FEW` ranks            at most 2 replicas, 2 shards and 2 expert-parallel ranks, if that fits

@@ -140,7 +140,8 @@ def load_corpus(
 
 
 def find_texts(data: DataConfig, runs: str | None, paths: Sequence[str]) -> tuple[Text, Text | None]:
-    """Return the text that `paths` name, and the text that `data.validation_paths` name, or None if these are empty.
+    """Return two results. The first: the text that `paths` name. The second: the text that `data.validation_paths`
+    name, or None if `data.validation_paths` are empty.
 
     `runs`: as in `load_corpus`. Raises ConfigError for paths that do not exist or are not of the kind `data.kind`, and
     for a text without content.

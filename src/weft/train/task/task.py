@@ -67,7 +67,8 @@ class Task(Protocol):
         ...
 
     def validation_losses(self, microbatches: Sequence[Any]) -> list[Losses]:
-        """Return a `Losses` for each of at most `at_once` microbatches on the device. The caller disables autograd."""
+        """Return a `Losses` for each of `microbatches`. The caller disables autograd. It passes at most `at_once`
+        microbatches, with their tensors on the device."""
         ...
 
     def validation_values(self, loss: float) -> dict[str, float]:
