@@ -1,4 +1,4 @@
-"""A drawing of a simulated table for the terminal, wrapped to its width.
+"""Draws a simulated pipeline schedule (a `Table`) as text, wrapped to the width of the terminal.
 
             0     2     4     6     8     10
     rank 0  F0 F1       B0--- F2 B1--- ...
