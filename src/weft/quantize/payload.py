@@ -6,8 +6,9 @@
 Blocks smaller than a matrix do not cross the border of a shard, so each rank quantizes them without communication.
 With one scale per matrix (tensorwise and nvfp4), ranks must know the maximum of the whole matrix: once per step,
 `weft.fsdp.runtime.freshness` reduces the shards' maxima over the ranks. One message carries payload and scales. A piece
-is the part of a shard that belongs to one tensor. Each piece is dequantized from the received bytes directly into the
-full weights. With `compute="scaled"`, it is copied there in quantized form instead.
+is the part of a shard that belongs to one tensor or, with one scale per matrix, to one matrix. Each piece is
+dequantized from the received bytes directly into the full weights. With `compute="scaled"`, it is copied there in
+quantized form instead.
 
 With mx and `compute="scaled"`, weights have two copies. Both copies are made from the same main weights at the same
 time. Forward gathers copy 0, with blocks along the dimension over which forward products sum. Backward gathers copy 1,
@@ -36,9 +37,9 @@ _ALIGNMENT = 16  # the size of a shard is a multiple of this many bytes
 
 
 class _Piece(NamedTuple):
-    """The part of tensor `number` that is in one shard. With one scale per matrix, the part of matrix `matrix` of this
-    tensor. `place`: the offset of the piece's elements in the layout. `scales_at`: the offset of the piece's scales in
-    the shard's bytes."""
+    """The part of tensor `number` that is in one shard. With one scale per matrix, a piece is the part of only one
+    matrix of this tensor, number `matrix`. In all other cases, `matrix` is 0. `place`: the offset of the piece's
+    elements in the layout. `scales_at`: the offset of the piece's scales in the shard's bytes."""
 
     number: int
     matrix: int

@@ -6,7 +6,7 @@ runs/stdlib-2/        the second one
     metrics.jsonl     the numbers of each step
     checkpoints/
     logs/             output of ranks that do not write to the terminal
-    origin/           other files of a loaded model: config.json, tokenizer, generation settings
+    origin/           other files of a loaded model: configuration, tokenizer, generation settings
     facts.json        what the report is made from, with metrics.jsonl, timeline.json and stages.json
     report.html       and its pictures, *.svg
 """
