@@ -100,8 +100,9 @@ def is_inside(name: str, outer: str) -> bool:
 
 
 class Limits(NamedTuple):
-    """Limits from the user's `RuntimeOptions`. `checked`: the option `check_collectives`. `order`: the units in the
-    order in which their reductions start. None: from the last unit to the first."""
+    """What a plan depends on besides traces and units: limits from the user's `RuntimeOptions`, the option
+    `check_collectives` (`checked`), and the `order` of the units in which ranks have last agreed to start reductions.
+    None: from the last unit to the first."""
 
     prefetch_bytes: int | None = None
     bucket_bytes: int = 0
