@@ -155,8 +155,22 @@ MUTATIONS = [
     Mutation(
         "an infinity in what one rank has is not known on those that have the rest whole",
         "_unscale",
-        "range(tensor.device_mesh.ndim) if several else tensor.axes",
+        "range(tensor.device_mesh.ndim) if all_axes else tensor.axes",
         "tensor.axes",
         "dtensor/test_dtensor.py::test_an_infinity_in_what_only_one_rank_has_is_found_on_all_though_all_have_the_rest_whole[2]",
+    ),
+    Mutation(
+        "an infinity in one of torch's DTensors beside sharded parameters is not known on other ranks",
+        "_unscale",
+        "len(tensors) > len(uneven_in(tensors))",
+        "False",
+        "dtensor/test_dtensor.py::test_an_infinity_in_one_of_torch_s_dtensors_is_found_on_all_ranks_beside_sharded_parameters[2]",
+    ),
+    Mutation(
+        "an optimizer over lists takes partial gradients of torch's DTensors without adding them up",
+        "on_lists",
+        "DTensor in map(type, first)",
+        "False",
+        "dtensor/test_dtensor.py::test_an_optimizer_over_lists_adds_up_gradients_of_torch_s_dtensors_beside_sharded_parameters",
     ),
 ]

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import zipfile
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadItemType
 
-from weft.checkpoint import CheckpointError, CheckpointManager, CheckpointMismatch
+from weft.checkpoint import CheckpointError, CheckpointManager, CheckpointMismatch, reading
 from weft.checkpoint.loading import unpack
 from weft.checkpoint.manifest import File, Manifest
 from weft.checkpoint.metadata import read_metadata
@@ -285,7 +287,7 @@ def test_enumerations_are_read_as_python_3_11_2_writes_them_and_no_other_attribu
     put_metadata(checkpoint, metadata)
     assert b"getattr" in (checkpoint / ".metadata").read_bytes()
     assert load(checkpoint)["model"]["weight"].eq(1).all()
-    for asked in ((_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__")):
+    for asked in ((_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__"), (Metadata, "TORCH_PRESERVE_FORMAT")):
         monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda value, _, asked=asked: (getattr, asked))
         put_metadata(checkpoint, metadata)
         with pytest.raises(CheckpointError, match="asks for an attribute, which no checkpoint needs"):
@@ -352,6 +354,25 @@ def test_each_rule_that_the_metadata_breaks_is_an_error(checkpoint, said, broken
     manifest = Manifest(1, 1, {SHARD: File(1 << 30, ())})
     with pytest.raises(CheckpointError, match=said):
         read_metadata(pickle.dumps(metadata), manifest)
+
+
+def test_a_part_that_is_no_tensor_is_an_error():
+    stream = io.BytesIO()
+    torch.save([1], stream)
+    stream.seek(0)
+    with pytest.raises(ValueError, match="it contains a list, not a tensor"):
+        reading._tensor(stream)
+
+
+@pytest.mark.parametrize(
+    "error", [CheckpointError("damaged"), MemoryError(), RuntimeError("[enforce fail] can't allocate memory: 9")]
+)
+def test_memory_that_runs_out_while_a_part_is_read_is_not_said_to_be_damage(tmp_path, error):
+    reader = reading.Reader(tmp_path, mock.Mock(), mock.Mock())
+    item = mock.Mock(type=LoadItemType.BYTE_IO)
+    with pytest.raises(type(error)) as raised:
+        reader._read(item, mock.Mock(readall=mock.Mock(side_effect=error)), mock.Mock(), "file")
+    assert raised.value is error
 
 
 @pytest.mark.parametrize("name", ["bytearray", "frozenset"])

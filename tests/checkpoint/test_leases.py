@@ -4,6 +4,7 @@ import errno
 import fcntl
 import itertools
 import os
+import threading
 import time
 
 import pytest
@@ -105,7 +106,35 @@ def test_only_a_process_of_this_host_is_known_to_be_dead(owner):
     assert not locking._is_dead(owner.format(dead=dead, alive=os.getpid(), host=host) + " 00ff-0")
 
 
+def test_a_lease_that_is_released_while_it_is_renewed_does_not_come_back(tmp_path, monkeypatch):
+    replace, began = os.replace, threading.Event()
+
+    def late(source, target):
+        began.set()
+        time.sleep(0.05)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    taken = lease(tmp_path)
+    assert began.wait(5)
+    monkeypatch.setattr(locking, "RENEWED_S", 5.0)
+    taken.release()
+    taken._thread.join()
+    assert not (tmp_path / LEASE).exists()
+
+
+def test_a_folder_in_which_no_lease_can_be_made_is_not_said_to_be_in_use(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(OSError, match="No space left on device"):
+        lease(tmp_path, timeout=0.0)
+
+
 def test_without_flock_there_is_a_lease(tmp_path):
     taken = lease(tmp_path)
     assert isinstance(taken, Lease) and f"{os.getpid()} on " in (tmp_path / LEASE).read_text()
+    taken.release()
+    assert taken._thread.daemon, "a program that does not release it ends"
     taken.release()

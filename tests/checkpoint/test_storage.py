@@ -7,10 +7,12 @@ import pickle
 import threading
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from tests.pool import distributed
 from weft.checkpoint import (
@@ -26,6 +28,7 @@ from weft.checkpoint import (
 )
 from weft.checkpoint.locking import LEASE, Lease, lock
 from weft.checkpoint.storage import operation, running
+from weft.checkpoint.writing import Writer
 from weft.errors import StorageError
 
 STATE = {"model": {"weight": torch.arange(6.0)}}
@@ -39,6 +42,19 @@ def failing(patch, name, part, code=errno.ENOSPC):
             raise OSError(code, os.strerror(code))
 
     patch.setattr(storage, "before", before)
+
+
+def test_a_save_that_fails_raises_the_error_of_the_disk_that_is_behind_it_or_else_its_own(tmp_path):
+    def written(cause):
+        try:
+            raise cause
+        except type(cause):
+            raise ValueError("a wrong length") from None
+
+    for cause, expected in ((OSError(errno.ENOSPC, "No space left"), OSError), (KeyError("key"), ValueError)):
+        failing = mock.patch.object(dcp.FileSystemWriter, "write_data", lambda *_, cause=cause: written(cause))
+        with failing, pytest.raises(expected):
+            Writer(tmp_path).write_data(mock.Mock(), mock.Mock())
 
 
 @pytest.mark.parametrize(

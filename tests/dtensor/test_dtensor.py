@@ -288,8 +288,8 @@ def test_norms_of_many_dtypes_are_those_of_one_process():
         for found, expected in zip(torch._foreach_norm(parameters, **options), torch._foreach_norm(whole, **options)):
             assert found.dtype == expected.dtype
             assert_same(found, expected)
-    norm = torch.linalg.vector_norm(parameters[0], dtype=torch.float64)
-    assert_same(norm, torch.linalg.vector_norm(whole[0], dtype=torch.float64))
+    for found, expected in zip(parameters[:2], whole):  # the second is cut on any number of ranks
+        assert_same(*(torch.linalg.vector_norm(each, dtype=torch.float64) for each in (found, expected)))
     for narrower in (
         lambda: torch.linalg.vector_norm(parameters[1], dtype=torch.float16),
         lambda: torch._foreach_norm(parameters[1:2], dtype=torch.float16),
@@ -317,6 +317,15 @@ def test_a_nan_is_the_largest_and_the_smallest_whichever_rank_has_it(at):
         assert found.isnan()
     with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, math.inf, error_if_nonfinite=True)
+
+
+@distributed(2)
+def test_a_norm_of_tensors_on_several_meshes_is_of_meshes_of_the_same_ranks():
+    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("ep", "dp")) for shape in ((2, 1), (1, 2))]
+    one, other, alone = (weft.fully_shard(Bag([(7, 3)]), mesh=mesh).p0.detach() for mesh in (*meshes, meshes[0]["dp"]))
+    assert_same(nn.utils.get_total_norm([one, other]), Bag([(7, 3)]).p0.detach().norm() * math.sqrt(2))
+    with pytest.raises(RuntimeError, match="must have the same mesh"):  # each rank has another `alone`
+        nn.utils.get_total_norm([other, alone])
 
 
 @distributed(2)
@@ -429,6 +438,12 @@ def test_copies_come_from_full_tensors_and_from_other_cuts():
             plain = torch.zeros(parameter.shape)
             plain.copy_(parameter)
             exactly(plain, full)
+        row, plain = torch.arange(29.0), torch.zeros(29)
+        torch._foreach_copy_([target.p0], [row])
+        exactly(target.p0, row.expand(13, 29))
+        torch._foreach_copy_([target.p0, plain], [values.p0, target.p1])
+        exactly(target.p0, values.p0)
+        exactly(plain, values.p1)
         with pytest.raises(ValueError, match=r"copy_ of a tensor of shape \(3,\) into a parameter of shape \(13, 29\)"):
             target.p0.copy_(torch.zeros(3))
 
@@ -479,7 +494,8 @@ def test_equality_is_of_the_whole_tensor_and_the_same_on_every_rank():
             other.p0.to_local().view(-1)[0] += 1
     assert torch.equal(one.p0, same.p0)
     assert not torch.equal(one.p0, other.p0)
-    assert torch.equal(one.p0, Bag(SHAPES["mixed"]).p0)
+    for parameter, whole in zip(one.parameters(), Bag(SHAPES["mixed"]).parameters()):
+        assert torch.equal(parameter, whole) and torch.equal(whole, parameter)
 
 
 @distributed(2)
@@ -511,8 +527,53 @@ def test_operators_without_a_rule_run_on_the_whole_tensor():
         assert_same(mine.nonzero(), theirs.nonzero())
         assert_same(mine.cummax(1).values, theirs.cummax(1).values)
         assert torch.allclose(mine, mine) and not torch.allclose(x, x + 1)
+        assert_same(mine.index_select(0, torch.tensor(1)), theirs.index_select(0, torch.tensor(1)))
     x += x.cos().t().sin().t()  # in place with the result of such an operator: its slice is added
     assert_same(x, a + a.cos().sin())
+
+
+@distributed(2)
+def test_operands_of_other_cuts_and_views_are_cut_like_the_first_and_torch_s_dtensors_are_added_up():
+    plain, sharded = Bag([(6, 10)]).p0.detach(), weft.fully_shard(Bag([(6, 10)])).p0.detach()
+    other = weft.fully_shard(Bag([(6, 10), (50,)])).p0.detach()
+    assert other._cuts != sharded._cuts
+    for operand in (other, sharded.mT.mT):
+        product = sharded * operand
+        assert isinstance(product, UnevenDTensor) and product._cuts == sharded._cuts
+        assert_same(product, plain * plain)
+    for part in (torch.tensor(1.0 + dist.get_rank()), torch.ones(10, 6) + dist.get_rank()):
+        partial = DTensor.from_local(part, sharded.device_mesh, [Partial()])
+        operator = torch.matmul if part.dim() else torch.mul
+        assert_same(operator(sharded, partial), operator(plain, torch.full(part.shape, 3.0)))
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "dp"))["dp"]
+    expert = weft.fully_shard(Bag([(10, 6)]), mesh=alone).p0.detach()
+    with pytest.raises(RuntimeError, match="different meshes"):
+        sharded @ expert  # each rank has another one
+
+
+@distributed(2)
+def test_operators_on_lists_run_on_torch_s_dtensors_by_torch_s_rules():
+    plain, sharded = Bag([(6, 10)]).p0.detach(), weft.fully_shard(Bag([(6, 10)])).p0.detach()
+    mesh = sharded.device_mesh
+    whole = DTensor.from_local(torch.ones(4, 4), mesh, [Replicate()])
+    rows = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
+    parts = DTensor.from_local(torch.full((4, 4), 1.0 + dist.get_rank()), mesh, [Partial()])
+    torch._foreach_add_([sharded, whole, whole], [sharded, parts, rows])
+    assert_same(sharded, 2 * plain)
+    assert_same(whole, torch.full((4, 4), 5.0))
+    halves = torch._foreach_mul((rows, sharded, parts), (2.0, 3.0, 4.0))
+    for half, expected in zip(halves, (torch.full((4, 4), 2.0), 6 * plain, torch.full((4, 4), 12.0))):
+        assert_same(half, expected)
+    with pytest.raises(TypeError, match=r"to a plain one of shape \(6, 10\)"):
+        torch._foreach_add_([sharded, torch.ones(6, 10)], [sharded, sharded])
+
+
+@distributed(2)
+def test_errors_of_operators_on_parts_are_raised():
+    numbers = (weft.fully_shard(Bag([(6, 10)])).p0.detach() * 100).long()
+    for operator in (lambda: numbers.mul_(torch.tensor(0.5)), lambda: torch._foreach_sqrt_([numbers])):
+        with pytest.raises(RuntimeError, match="can't be cast to the desired output type Long"):
+            operator()
 
 
 @distributed(2)
@@ -565,8 +626,9 @@ def test_gradients_of_full_tensors_and_parts_are_summed_where_their_placements_s
         parameter.grad = None
         (read(grad_placements=None) * 2).sum().backward()
         assert_same(parameter.grad, torch.full((5, 7), 2.0))
-        with pytest.raises(ValueError, match=r"grad_placements=.*choose .* with Partial\(\) in place of Replicate\(\)"):
-            read(grad_placements=[Shard(1)])
+        for wrong in ([Shard(1)], [*placements, Replicate()]):
+            with pytest.raises(ValueError, match=r"grad_placements=.*choose .* with Partial\(\) in place of Replicate"):
+                read(grad_placements=wrong)
 
 
 @pytest.mark.slow
@@ -590,6 +652,20 @@ def test_derived_tensors_keep_the_cuts():
             with torch.no_grad():
                 copied.add_(1)
             exactly(parameter, original)
+
+
+@distributed(2)
+def test_a_copy_has_the_class_the_gradient_and_the_attributes():
+    model = weft.fully_shard(Bag([(6, 10)]))
+    model(torch.ones(1)).backward()
+    model.p0.tags = ["a", model.p0]
+    copied = copy.deepcopy(model.p0)
+    assert type(copied) is UnevenDTensor and isinstance(copied, nn.Parameter) and copied.requires_grad
+    assert copied.tags[0] == "a" and copied.tags[1] is copied and copied.tags is not model.p0.tags
+    exactly(copied.grad, model.p0.grad)
+    assert not isinstance(copied.grad, nn.Parameter) and copied.grad.to_local() is not model.p0.grad.to_local()
+    with pytest.raises(RuntimeError, match=r"that autograd computed: detach\(\) it first"):
+        copy.deepcopy(model.p0 * 2)
 
 
 @pytest.mark.slow
@@ -701,3 +777,33 @@ def test_an_infinity_in_what_only_one_rank_has_is_found_on_all_though_all_have_t
     before = [each.full_tensor().clone() for each in parameters]
     scaler.step(optimizer)
     assert all(map(torch.equal, [each.full_tensor() for each in parameters], before))
+
+
+@distributed(2)
+def test_an_infinity_in_one_of_torch_s_dtensors_is_found_on_all_ranks_beside_sharded_parameters():
+    dense = weft.fully_shard(Bag([(8, 8)]), strategy="no_shard")
+    rows = nn.Parameter(DTensor.from_local(torch.ones(2, 4), dense.p0.device_mesh, [Shard(0)]))
+    optimizer, scaler = torch.optim.SGD([dense.p0, rows], lr=0.1), torch.amp.GradScaler("cpu")
+    scaler.scale(dense(torch.ones(1))).backward()
+    rows.grad = DTensor.from_local(
+        torch.full((2, 4), math.inf if dist.get_rank() else 1.0), rows.device_mesh, [Shard(0)]
+    )
+    before = dense.p0.full_tensor().clone()
+    scaler.step(optimizer)
+    assert torch.equal(dense.p0.full_tensor(), before) and rows.to_local().eq(1).all()
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}])
+@distributed(2)
+def test_an_optimizer_over_lists_adds_up_gradients_of_torch_s_dtensors_beside_sharded_parameters(options):
+    sharded, plain = weft.fully_shard(Bag([(6, 10)])), Bag([(6, 10), (4, 4)])
+    whole = nn.Parameter(DTensor.from_local(plain.p1.detach().clone(), sharded.p0.device_mesh, [Replicate()]))
+    for model in (sharded, plain):
+        model(torch.ones(1)).backward()
+    part = plain.p1.grad / 2 + 1 - 2 * dist.get_rank()
+    whole.grad = DTensor.from_local(part, whole.device_mesh, [Partial()])
+    for parameters in ([sharded.p0, whole], list(plain.parameters())):
+        nn.utils.clip_grad_norm_(parameters, 0.1)
+        torch.optim.AdamW(parameters, lr=0.1, **options).step()
+    for mine, theirs in zip((sharded.p0, whole), plain.parameters()):
+        assert_same(mine, theirs)

@@ -52,6 +52,9 @@ def test_gradients_go_through_from_local():
     assert isinstance(made, UnevenDTensor)
     (made * made).sum().backward()
     torch.testing.assert_close(local.grad, 2 * local.detach())
+    local.grad = None
+    made.sum().backward()  # a gradient that is not cut
+    assert torch.equal(local.grad, torch.ones_like(local))
 
 
 @pytest.mark.slow
@@ -88,6 +91,8 @@ def test_parts_of_other_cuts_are_refused_on_each_rank_that_has_one():
     mesh, placements = model.weight.device_mesh, model.weight.placements
     with pytest.raises(ValueError, match=r"shape \(3, 5\) with the placements of a weft parameter of shape \(5, 5\)"):
         DTensor.from_local(torch.ones(3, 5), mesh, placements)
+    with pytest.raises(ValueError, match=r"whose part on this rank has the shape"):
+        DTensor.from_local(model.weight.to_local(), mesh, placements, shape=torch.Size((6, 5)), stride=(5, 1))
     with pytest.raises(ValueError, match=r"pass parameter.device_mesh too"):
         DTensor.from_local(model.weight.to_local(), placements=placements)
 

@@ -193,6 +193,15 @@ def test_parameters_without_dimensions_are_set_from_whole_tensors():
 
 
 @distributed(2)
+def test_a_weight_that_rank_0_does_not_have_is_missing_on_every_rank():
+    net = nets.shard(nets.make())
+    state = get_model_state_dict(net, options=StateDictOptions(**FULL))
+    del state["gain"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*gain"):
+        set_model_state_dict(net, state, options=StateDictOptions(**FROM_RANK_0))
+
+
+@distributed(2)
 def test_training_does_not_write_to_the_whole_tensors_that_it_was_set_from():
     net, optimizer = trained_pair(weft)
     options = StateDictOptions(**FULL)

@@ -148,6 +148,8 @@ def test_a_view_shows_what_its_tensor_holds_now():
         exactly(rows[1], rows[0])
         sharded.p0.to_local().zero_()
         assert not rows[1].full_tensor().any()
+    made = rows[1].new_empty(rows[1].shape, device="cpu")
+    assert type(made) is torch.Tensor and made.shape == rows[1].shape
 
 
 @pytest.mark.slow
@@ -190,6 +192,7 @@ REFUSED = {
         "write to one at a time",
     ),
     "a plain tensor": (lambda w: torch.zeros(6, 10).addcmul_(w, w), TypeError, r"full_tensor\(\)"),
+    "a plain tensor from views": (lambda w: torch.zeros(10).addcmul_(w[0], w[1]), RuntimeError, "mixed torch.Tensor"),
     "out of another size": (lambda w: torch.eye(4, out=w), ValueError, r"\(4, 4\).*\(6, 10\)"),
     "to_local of a view": (lambda w: w[0].to_local(), RuntimeError, r"full_tensor\(\)"),
 }

@@ -9,11 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init as torch_init
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.dtensor.tensor_parallel import tensor_parallel_of
 
 
 class Mlp(nn.Module):
@@ -139,6 +140,16 @@ def test_parameters_with_a_mesh_of_their_own_name_its_data_parallel_axes():
         for mine, theirs in zip(model.parameters(), expected.parameters()):
             torch.testing.assert_close(nets.full(mine), theirs.detach())
             torch.testing.assert_close(nets.full(mine.grad), theirs.grad)
+
+
+@distributed(2)
+def test_a_gradient_is_added_up_over_tensor_parallel_ranks_and_not_over_data_parallel_ones():
+    own = 1.0 + dist.get_rank()
+    for shape, expected in (((1, 2), torch.full((2, 4), 3.0)), ((2, 1), torch.full((4, 4), own))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Shard(0)]))
+        gradient = DTensor.from_local(torch.full((4, 4), own), mesh, [Partial(), Partial()])
+        assert torch.equal(tensor_parallel_of(weight, mesh["dp"], "", ["dp"]).slice_of_gradient(gradient), expected)
 
 
 @distributed(4)

@@ -102,6 +102,7 @@ def test_adapters_train_on_a_base_whose_payload_alone_is_kept():
     assert "payload" in weft.describe(net)
     for each, whole in zip(net, narrowed(adapted(), mx(32))):
         assert torch.equal(nets.full(each.base.weight), whole.base.weight)
+        assert not hasattr(each.base.weight, "_bring"), "a copy would copy the payload too"
     assert weft.memory_report(net)["persistent"]["weights"] == 4 * (3 * 8 * WIDTH + numel) / 2, "they were asked for"
     with torch.inference_mode():
         net(torch.ones(2, WIDTH))

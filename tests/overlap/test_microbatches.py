@@ -163,6 +163,8 @@ def test_each_part_gets_the_entries_that_it_names_and_unused_entries_are_refused
         ValueError, match="microbatches have 'attention_mask', 'sounds', which nothing in Pictured accepts"
     ):
         forward_backward(model, [given | {"sounds": tokens, "attention_mask": tokens}], overlap=False)
+    with pytest.raises(ValueError, match="microbatches have 'sounds', which nothing in Pictured accepts"):
+        evaluate(model, [given | {"sounds": tokens}])
     torch.manual_seed(0)
     same(forward_backward(TakesAll(config("*-")), [given], overlap=False), with_pictures)
     model.decoder.layers[1] = Doubling()

@@ -1,5 +1,7 @@
 """A node's backward runs apart from that of its neighbours, and nothing gets into it unseen."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -81,12 +83,18 @@ class Smuggler(nn.Linear):
 
 @pytest.mark.parametrize(
     "way",
-    [lambda x, y: y, lambda x, y: x, lambda x, y: torch.ones(4, requires_grad=True)],
-    ids=["result", "input", "leaf"],
+    [
+        lambda layer, x, y: y,
+        lambda layer, x, y: y.double(),
+        lambda layer, x, y: x,
+        lambda layer, x, y: torch.ones(4, requires_grad=True),
+        lambda layer, x, y: layer.bias.exp(),
+    ],
+    ids=["result", "cast", "input", "leaf", "result of a parameter"],
 )
 def test_a_smuggled_tensor_is_refused_with_the_node_s_name(way):
     layer = Smuggler(4, 4)
-    layer.way = staticmethod(way)
+    layer.way = functools.partial(way, layer)
     with pytest.raises(UndeclaredTensor, match=r"node node 1 uses .*through the Crossing"):
         chain([layer, layer], torch.randn(2, 4), layer)
 

@@ -246,7 +246,7 @@ def test_prediction_depths_run_as_layers_of_the_schedule_and_change_no_bit(strat
     assert not any(step.layer is not None and step.layer > 1 for step in trace)  # depths count in training only
 
 
-def test_depths_that_a_schedule_cannot_run_are_refused_with_the_fix():
+def test_depths_that_a_schedule_cannot_run_are_refused_with_the_fix(monkeypatch):
     model, microbatches = HybridModel(DEPTHS), [torch.zeros(2, 2, 6, dtype=torch.int64).unbind()]
 
     def refused(kind, message):
@@ -264,6 +264,9 @@ def test_depths_that_a_schedule_cannot_run_are_refused_with_the_fix():
         refused(
             TypeError, r"layer 0 of depth 0, a Linear, is not a weft\.overlap\.StagedLayer, because it lacks stages"
         )
+    with monkeypatch.context() as patch:
+        patch.delattr(HybridModel, "following")
+        refused(TypeError, r"HybridModel is not a weft\.overlap\.StagedPredictor, because it lacks following")
     hook = model.depths[1].register_forward_hook(print)
     refused(ValueError, r"mtp\.layers\.1 \(PredictionDepth\) has hooks")
     hook.remove()

@@ -357,6 +357,18 @@ def test_what_does_not_fit_is_refused():
         weft.pipeline.Cut((range(1),) * 3, placement="v")
 
 
+def test_parameters_around_the_layers_belong_to_the_first_stage_or_from_the_last_layer_on_to_the_last():
+    segments = (range(1), range(1, 2))
+    for cut, layers, expected in (
+        (Cut(segments), 2, [0, 0, 1, 1]),
+        (Cut(segments, 2, 0), 1, [0, 0, 0]),
+        (Cut(segments, 2, 1), 1, [1, 1, 1]),
+    ):
+        model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(layers + 2)))
+        model.staged_layers = [*model][1:-1]
+        assert [*cut.stages_of(model).values()] == expected
+
+
 def test_a_layer_costs_what_a_token_uses_and_depths_belong_to_the_last_segment():
     cfg = config("[*E]")
     layer = HybridModel(cfg).decoder.layers[0]

@@ -65,6 +65,26 @@ rank   stages   idle   share   live activations
     )
 
 
+def test_a_drawing_is_wrapped_between_whole_units_and_a_pair_takes_its_own_time():
+    text = drawn(check(table("dualpipev", ranks=2, microbatches=5), Costs(pair=0.8)), 60)
+    assert (
+        text.partition("alive\n\n")[2].partition("\nF2.1: microbatch 2 through chunk 1\n")[0]
+        == """\
+        0         2         4         6         8
+rank 0  F0.0 F1.0 F2.0 F0.1 I0.1 W0.1 F1.1 F3.0+B1.1--
+rank 1       F0.0 F0.1 F1.0 F1.1 F2.0 B0.1----- F2.1+B0.0-
+
+        10        12        14        16        18
+rank 0    F2.1+B0.0-- F4.0+B2.1-- F3.1+B1.0-- B3.1-----
+rank 1  - F3.0+B1.1-- F3.1+B1.0-- F4.0+B2.1-- F4.1+B2.0--
+
+        20        22        24        26        28
+rank 0  F4.1+B2.0-- B4.1----- I3.0 W3.0 I4.0 W4.0
+rank 1  B3.1----- B3.0-----   I4.1 I4.0 W4.1 W4.0
+"""
+    )
+
+
 def test_a_long_schedule_becomes_one_letter_an_action():
     text = drawn(check(table("dualpipev", ranks=8, microbatches=32)))
     assert len(text.splitlines()) < 60
@@ -75,7 +95,9 @@ def test_a_long_schedule_becomes_one_letter_an_action():
 def test_of_a_very_long_schedule_the_beginning_is_drawn_and_one_without_end_is_refused(tmp_path, capsys):
     whole = drawn(check(table("1f1b", ranks=2, microbatches=20)))
     lines = drawn(check(table("1f1b", ranks=2, microbatches=5000))).splitlines()
-    assert len(lines) < 300 and any("and so on from time" in line for line in lines) and "so on" not in whole
+    assert (
+        len(lines) < 300 and any("and so on from time 4320 to 15003" in line for line in lines) and "so on" not in whole
+    )
     assert main(["schedule", "1f1b", "--pp", "2", "--microbatches", "100000"]) == 2
     assert "--microbatches 100000: 400,000 actions or more" in capsys.readouterr().err
     picture = str(tmp_path / "long.png")

@@ -14,12 +14,12 @@ import weft.debug
 from tests.pool import distributed
 from weft.comm.groups import group_of
 from weft.pipeline import Cut
-from weft.pipeline.transport import BACKWARD, FORWARD, Channel, Transport
+from weft.pipeline.transport import BACKWARD, FAREWELL, FORWARD, Channel, Transport
 
 
-def transport(segments=2):
-    mesh = weft.init_meshes("cpu", pp=2).pp
-    cut = Cut(tuple(range(n, n + 1) for n in range(segments)), 2, mesh.get_local_rank(), group=group_of(mesh, 0))
+def transport(segments=2, **options):
+    mesh, layers = weft.init_meshes("cpu", pp=2).pp, tuple(range(n, n + 1) for n in range(segments))
+    cut = Cut(layers, 2, mesh.get_local_rank(), group=group_of(mesh, 0), **options)
     return Transport(cut, torch.device("cpu"))
 
 
@@ -114,3 +114,29 @@ def test_what_leaves_on_a_stream_is_kept_until_the_stream_is_past_it():
                 channel.send(1, [torch.full((4,), 2.0 * number)])
             assert len(channel._sent) == 2
             channel.finish()
+
+
+@distributed(2)
+def test_what_the_ends_have_swapped_may_change_at_once():
+    both, rank = transport(shares_ends=True), dist.get_rank()
+    for shape in ((3,), (2, 2), (3,)):
+        own = torch.full(shape, 1.0 + rank)
+        assert torch.equal(both.swap(own), torch.full(shape, 2.0 - rank))
+        assert not any(channel._sent for channel in both._channels.values()), "it has arrived"
+
+
+def test_messages_that_are_given_up_are_waited_for_once_and_leave_no_memory(monkeypatch):
+    channel = Channel(mock.Mock(), 0, 0, "messages", torch.device("cpu"))
+    tickets = [mock.Mock(ended=False) for _ in range(2)]
+    monkeypatch.setattr(channel._lane, "run", mock.Mock(side_effect=tickets))
+    monkeypatch.setattr("weft.pipeline.transport.end_transfers", ended := mock.Mock())
+    for key in (1, 2):
+        channel.knows(key, (((3,), torch.float32),))
+    channel.foresee([1, 2])
+    channel.send(1, [torch.ones(3)])
+    whole = Transport.__new__(Transport)
+    whole._channels = {(0, FORWARD): channel, (0, BACKWARD): channel}
+    whole.forget()
+    assert all(ticket.abandon.call_args_list == [mock.call(FAREWELL)] for ticket in tickets)
+    assert not (channel._coming or channel._expected or channel._sent or channel._told)
+    ended.assert_called_once_with(channel.group)

@@ -151,7 +151,7 @@ def _are_disjoint(chunks: list[ChunkStorageMetadata]) -> bool:
     filled = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if all(chunk.sizes))
     for number, (offsets, sizes) in enumerate(filled):
         for others, other_sizes in filled[number + 1 :]:
-            if sizes and others[0] >= offsets[0] + sizes[0]:
+            if others[0] >= offsets[0] + sizes[0]:
                 break  # chunks are sorted: no later one overlaps either
             if all(
                 one < other + its and other < one + own

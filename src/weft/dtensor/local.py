@@ -206,11 +206,14 @@ def whole_of(value: torch.Tensor) -> torch.Tensor:
 
 def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run a foreach or fused operator on the local parts of its lists, all tensors at once. Empty parts are left out.
-    If the operator returns results, a second call computes the results of the empty parts."""
+    If the operator returns results, a second call computes the results of the empty parts. On torch's DTensors in the
+    lists, the operator runs by torch's rules."""
     run, names, written = _facts(func)
     given = dict(zip(names, args)) | kwargs
     lists = [value for value in given.values() if isinstance(value, (list, tuple))]
     first = next(values for values in lists if UnevenDTensor in map(type, values))
+    if DTensor in map(type, first):
+        return _on_two_kinds(func, args, kwargs, [type(each) is DTensor for each in first])
     cuts, own = _cuts_of(first), parts_of(first)
     parts = {
         name: own if value is first else _localized(_fitting(func, value, first, cuts, name in written))
@@ -240,6 +243,19 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     return [like.like(value) if isinstance(like, UnevenDTensor) else value for like, value in zip(first, results)]
 
 
+def _on_two_kinds(func: Any, args: tuple, kwargs: dict, torchs: Sequence[bool]) -> Any:
+    """Run `func` on lists with torch's DTensors, for which `torchs` is true, and apart from these on other tensors."""
+    names, results = _facts(func)[1], {}
+    for kind in (True, False):
+        keep = [each is kind for each in torchs]
+        mine = [_kept(value, name, keep) for name, value in zip(names, args)]
+        results[kind] = func(*mine, **{name: _kept(value, name, keep) for name, value in kwargs.items()})
+    if func._schema.is_mutable:
+        return None
+    each = {kind: iter(values) for kind, values in results.items()}
+    return [next(each[kind]) for kind in torchs]
+
+
 def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], written: bool) -> Any:
     """Return the argument `values`, with each tensor cut like the tensor at its place in the list `first`. `cuts`: the
     cuts of `first`. A tensor with other cuts is sliced. If the operator writes to it (`written`), raise TypeError
@@ -252,7 +268,7 @@ def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], 
     for number in [number for number, (own, cut) in enumerate(zip(found, cuts)) if own is not cut]:
         value, like = values[number], first[number]
         if not isinstance(like, UnevenDTensor):
-            continue
+            refuse_plain(func, like, value)
         if not fits(value, like):
             if written and not isinstance(value, DTensor):
                 refuse_plain(func, value, like)
@@ -278,7 +294,7 @@ def _localized(value: Any) -> Any:
 def _kept(local: Any, name: str, keep: Sequence[bool]) -> Any:
     """Return those values of the argument `name` that `keep` selects. If the argument does not have one value for each
     tensor, return it unchanged."""
-    if isinstance(local, list):
+    if isinstance(local, (list, tuple)):
         return list(compress(local, keep))
     if name == "scalars" and isinstance(local, torch.Tensor):
         return local[torch.tensor(keep, dtype=torch.bool, device=local.device)]  # one per tensor, in a tensor

@@ -127,11 +127,10 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
     return target
 
 
-def _foreach_copy(func: Any, args: tuple, kwargs: dict) -> None:
+def _foreach_copy(func: Any, args: tuple, kwargs: dict) -> Any:
     targets, sources = args[:2]
     if all(isinstance(each, UnevenDTensor) and fits(source, each) for each, source in zip(targets, sources)):
-        on_lists(func, args, kwargs)
-        return
+        return on_lists(func, args, kwargs)
     for target, source in zip(targets, sources):
         target.copy_(source, *args[2:], **kwargs)
 
@@ -143,10 +142,10 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
     torch.autograd.graph.increment_version(parts)
     if not_empty := filled(parts):
         func(not_empty, found, *rest, **kwargs)
-    tensors = uneven_in(gradients)
+    tensors: list[Any] = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
     # Ranks of one mesh may be in different groups of another mesh, such as the mesh of experts.
-    several = len({tensor.device_mesh for tensor in tensors}) > 1
-    axes = [(tensor.device_mesh, range(tensor.device_mesh.ndim) if several else tensor.axes) for tensor in tensors]
+    all_axes = len({tensor.device_mesh for tensor in tensors}) > 1 or len(tensors) > len(uneven_in(tensors))
+    axes = [(tensor.device_mesh, range(tensor.device_mesh.ndim) if all_axes else tensor.axes) for tensor in tensors]
     for group in dict.fromkeys(group_of(mesh, axis) for mesh, here in axes for axis in here):
         reduce_now(found, dist.ReduceOp.MAX, group, "whether a gradient is infinite")
 
@@ -215,13 +214,12 @@ def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
     one, other = args
-    like = one if isinstance(one, UnevenDTensor) else other
-    if not (fits(one, like) and fits(other, like)):
+    if not (isinstance(one, UnevenDTensor) and isinstance(other, UnevenDTensor) and fits(other, one)):
         return torch.equal(whole_of(one), whole_of(other))
-    same = int(torch.equal(_localized(one), _localized(other)))
-    if like.axes:
-        flag = torch.tensor(same, dtype=torch.int64, device=like._local_tensor.device)
-        same = int(like.combine(flag, dist.ReduceOp.MIN))
+    same = int(torch.equal(one._local_tensor, other._local_tensor))
+    if one.axes:
+        flag = torch.tensor(same, dtype=torch.int64, device=one._local_tensor.device)
+        same = int(one.combine(flag, dist.ReduceOp.MIN))
     return bool(same)
 
 

@@ -85,8 +85,6 @@ def _are_cut_alike(parameters: Sequence[Any], lists: Sequence[list[Any]]) -> boo
     """Return whether each of `lists` has only tensors with the parameters' cuts, or only 0-D tensors and None."""
     cuts, shaped = [each._cuts for each in parameters], any(each.dim() for each in parameters)
     for values in lists:
-        if len(values) not in (0, len(parameters)):
-            return False
         found = [getattr(each, "_cuts", None) for each in values]
         if any(found):
             if not all(map(operator.is_, found, cuts)):

@@ -129,19 +129,12 @@ def _sequence_number() -> int:
     return made._sequence_nr()
 
 
-def _is_cached_cast(node: Any) -> bool:
-    """Return whether `node` is the cast of a parameter that autocast caches and shares between uses.
-
-    The backward of the cast needs no saved tensors, so it can run several times: once for each use.
-    """
-    return node.name() == "ToCopyBackward0" and all(hasattr(each, "variable") for each, _ in node.next_functions)
-
-
 def _refuse_undeclared(name: str, roots: Iterable[Any], border: set, first: int, owner: nn.Module) -> None:
     """Raise UndeclaredTensor if the graph of `roots` does not end at `border` or at parameters of `owner`.
 
-    Also raise it if the graph has an older autograd node, one with a sequence number below `first`. Casts that autocast
-    caches may be older.
+    Also raise it if the graph has an older autograd node, one with a sequence number below `first`. Casts may be older:
+    autocast caches casts of parameters and shares them between uses. Their backward needs no saved tensors, so it can
+    run several times, once for each use.
     """
     parameters = {id(parameter) for parameter in owner.parameters()}
     ahead = list(roots)
@@ -155,7 +148,7 @@ def _refuse_undeclared(name: str, roots: Iterable[Any], border: set, first: int,
             if id(leaf) in parameters:
                 continue
             what = f"a leaf of shape {tuple(leaf.shape)} that is not a parameter of {type(owner).__name__}"
-        elif node._sequence_nr() < first and not _is_cached_cast(node):
+        elif node._sequence_nr() < first and node.name() != "ToCopyBackward0":
             what = f"a result of {node.name()} that was already computed"
         else:
             following = {edge[0] for edge in node.next_functions if edge[0] is not None} - seen
