@@ -137,10 +137,25 @@ MUTATIONS = [
     ),
     Mutation(
         "a stage reduces the head before its separate weight gradients",
-        "ModelUnits.program",
-        "'head', 'head.weights'",
-        "'head', 'head'",
+        "ModelUnits._read_outside",
+        "step.slot.partition('.')[0]",
+        "step.slot",
         "overlap/test_plan.py::test_the_last_reduction_of_the_head_comes_after_its_separate_weight_gradients",
+    ),
+    Mutation(
+        "a unit of the embedding and a layer is held for the layer alone",
+        "ModelUnits.of",
+        "units_under(model, without=parts)",
+        "[unit for unit in units_under(model) if not any(unit in units_under(part) for part in parts)]",
+        "overlap/test_schedule.py::"
+        "test_units_of_modules_inside_and_outside_of_layers_are_held_for_both_and_reduced_once[2]",
+    ),
+    Mutation(
+        "a stage without the head offers no main_grad to modules before the layers",
+        "ModelUnits.before",
+        "self._read_outside(around.step)",
+        "self.outside if around.step.slot == 'head' else ()",
+        "overlap/test_main_grad.py::test_modules_before_the_layers_find_main_grad_on_a_rank_without_the_head[2]",
     ),
     Mutation(
         "stages take messages of an evaluation for those of training",

@@ -185,6 +185,16 @@ WAYS = [
 ]
 
 
+@distributed(2)
+def test_a_module_in_place_of_spread_experts_is_refused_with_the_fix():
+    """`peft` wraps experts so, if `target_parameters` names their weights."""
+    meshes = init_meshes("cpu", ep=2)
+    model = HybridModel(dataclasses.replace(CFG, pattern="E", num_experts=2), meshes)
+    model.decoder.layers[0].mlp.experts = nn.Sequential(model.decoder.layers[0].mlp.experts)
+    with pytest.raises(TypeError, match=r"experts of a Layer are a Sequential.*GroupedExperts.*parametrize"):
+        shard(model, meshes)
+
+
 @pytest.mark.long
 @distributed()
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -100,3 +101,49 @@ def compare(meshes, strategy, recompute):
     loads, all_loads = load_statistics(net, group=meshes.dense), load_statistics(whole)
     assert loads.keys() == all_loads.keys()
     assert all(torch.equal(loads[name], all_loads[name]) for name in loads)
+
+
+class LowRank(nn.Module):
+    """An adapter of the experts from number `first` on. With `shared`, all experts have the same factors."""
+
+    def __init__(self, weight, first, shared=False):
+        super().__init__()
+        shapes = (EXPERTS, weight.shape[1], 2), (EXPERTS, 2, weight.shape[2])
+        whole = [torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype) for shape in shapes]
+        self.down, self.up = (
+            nn.Parameter(each[0] if shared else each[first : first + len(weight)].clone()) for each in whole
+        )
+
+    def forward(self, weight):
+        return weight + self.down @ self.up
+
+
+def adapt(net, **options):
+    """Freeze the experts, and add adapters."""
+    for block in net.blocks:
+        experts = block.moe.experts.requires_grad_(False)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            adapter = LowRank(getattr(experts, name), experts.first_expert, **options)
+            parametrize.register_parametrization(experts, name, adapter)
+    return net
+
+
+@distributed(2)
+def test_parametrized_experts_are_spread_with_their_adapters():
+    meshes = weft.init_meshes("cpu", ep=2)
+    batches = torch.randn(1, 4, SEQ, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    whole, net = adapt(make()), adapt(make(AllToAll(meshes.ep, EXPERTS)))
+    train(whole, batches)
+    with pytest.raises(ValueError, match=r"gate_proj.*differs between ranks.*Call experts.spread"):
+        weft.fully_shard(net, mesh=meshes.dense)
+    for block in net.blocks:
+        block.moe.experts.spread(meshes.ep)
+        weft.fully_shard(block.moe.experts, mesh=meshes.expert, gradient_divide_factor=2)
+    weft.fully_shard(net, mesh=meshes.dense)
+    train(net, [batch.chunk(2)[dist.get_rank()] for batch in batches])
+    for name, weight in net.named_parameters():
+        assert_close(full(weight), whole.get_parameter(name).detach(), msg=lambda text, name=name: f"{name}: {text}")
+
+    other = adapt(make(AllToAll(meshes.ep, EXPERTS)), shared=True)
+    with pytest.raises(ValueError, match=r"gate_proj.0.down of 4 experts on this rank has shape \[16, 2\]: its first"):
+        other.blocks[0].moe.experts.spread(meshes.ep)

@@ -45,6 +45,21 @@ def test_stages_that_read_different_data_say_so_before_anything_runs(differs):
     forward_backward(model, pairs, schedule="1f1b")  # and after that as if nothing had been
 
 
+@distributed(2)
+def test_stages_that_freeze_one_copy_of_a_shared_weight_say_so_before_anything_runs():
+    model, _ = build(config("[*-][*-]", tie_word_embeddings=True), pp=2)
+    first = model.cut.is_first
+    model.requires_grad_(not first)  # of the first stage, with the embedding
+    said = (
+        r"rank 0: .* with 0 trainable of 1 shared parameter.*rank 1: .* with 1 trainable of .* must freeze the same of"
+    )
+    with pytest.raises(CollectiveMismatch, match=said):
+        forward_backward(model, data(2), schedule="1f1b")
+    evaluate(model, data(2))
+    model.embedding.requires_grad_(True)
+    forward_backward(model, data(2), schedule="1f1b")
+
+
 @pytest.mark.slow
 @distributed(2)
 def test_ranks_that_share_experts_and_run_different_schedules_say_so():

@@ -87,6 +87,50 @@ def test_ranks_of_a_pipeline_with_different_documents_raise():
         forward_backward(model, mine, schedule="1f1b")
 
 
+class Noted(HybridModel):
+    """Its methods have the arguments of `StagedModel`."""
+
+    def embed(self, tokens):
+        return 2 * super().embed(tokens)
+
+    def loss(self, hidden, tokens, labels, losses):
+        return super().loss(hidden, tokens, labels, losses) + hidden.square().mean()
+
+
+def test_methods_that_a_subclass_overrides_without_further_entries_run_with_and_without_a_schedule():
+    torch.manual_seed(0)
+    model = Noted(config("[*-]"))
+    pairs = [{name: each[name] for name in ("tokens", "labels")} for each in data(2)]
+    same((forward_backward(model, pairs, overlap=False), gradients(model)), plain(model, pairs))
+
+
+class Seeing(HybridModel):
+    def embed(self, tokens, *, images=None):
+        return super().embed(tokens)
+
+
+class Codec:
+    def __repr__(self):
+        return f"<Codec object at 0x7f{dist.get_rank()}>"  # as object's own, which has another address on each rank
+
+
+def images(number):
+    pictures = [torch.full((2, 700), 0.5), torch.tensor([number])]
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    return {"pictures": pictures, "codec": Codec(), "ragged": ragged, "where": torch.eye(3).to_sparse()}
+
+
+@distributed(2)
+def test_entries_of_any_kind_are_compared_by_their_values_over_the_ranks_of_a_pipeline():
+    torch.manual_seed(0)
+    model = Seeing(config("**"), weft.init_meshes("cpu", pp=2))
+    pairs = [{name: each[name] for name in ("tokens", "labels")} for each in data(2)]
+    forward_backward(model, [each | {"images": images(3)} for each in pairs], schedule="1f1b")
+    said = r"'pictures': \[\[2, 700\], \[1\]\], 'codec': '<Codec object>', .*checksum (\w+).*checksum (?!\1)\w+"
+    with pytest.raises(CollectiveMismatch, match=said):
+        forward_backward(model, [each | {"images": images(dist.get_rank())} for each in pairs], schedule="1f1b")
+
+
 def outputs_of(model, microbatches, documents=True):
     with torch.no_grad():
         return torch.cat([model(each["tokens"], documents=each["documents"]) for each in microbatches])

@@ -583,6 +583,19 @@ def test_what_parts_of_a_model_return_is_checked():
     assert loss.shape == ()
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float16, 2.0**16), (torch.float32, 1e39)])
+def test_a_factor_that_the_dtype_of_the_loss_cannot_hold_overflows_as_in_a_plain_backward(dtype, factor):
+    """A GradScaler then skips the step, and lowers the factor."""
+    model = HybridModel(dataclasses.replace(CFG, pattern="[*-]"))
+    batch = torch.randint(CFG.vocab_size, (2, 2, 6)).unbind()
+    with mock.patch.object(HybridModel, "loss", lambda self, hidden, *rest: hidden.to(dtype).square().mean()):
+        (model(*batch) * factor).backward()
+        expected = gradients(model)
+        forward_backward(model, [batch], overlap=False, loss_scale=factor)
+    torch.testing.assert_close(gradients(model), expected, equal_nan=True)
+    assert not all(each is None or each.isfinite().all() for each in expected.values())
+
+
 @pytest.mark.slow
 @distributed(2)
 def test_a_checkpoint_inside_a_layer_is_recomputed_with_delayed_weights_and_around_its_experts_refused():
@@ -602,9 +615,26 @@ def test_a_checkpoint_inside_a_layer_is_recomputed_with_delayed_weights_and_arou
 
 def test_layers_without_a_sharded_root_are_refused():
     model = HybridModel(dataclasses.replace(CFG, pattern="[*-]"))
-    found = mock.patch("weft.overlap.units.units_under", lambda module: [] if module is model else [object()])
+    found = mock.patch("weft.overlap.units.units_under", lambda part, without=(): [] if part is model else [object()])
     with found, pytest.raises(ValueError, match="fully_shard on it too, last"):
         ModelUnits.of(model, model.staged_layers)
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_units_of_modules_inside_and_outside_of_layers_are_held_for_both_and_reduced_once():
+    model = HybridModel(dataclasses.replace(CFG, pattern="[*E][*-][*-]"))
+    first, second, last = model.decoder.layers
+    attention, experts = first.self_attention, first.mlp.experts
+    for modules in ([model.embedding, second], [attention, experts], first, [last, model.output_layer]):
+        weft.fully_shard(modules)
+    weft.fully_shard(model)
+    for microbatches, schedule in ((data(2), "combined"), (data(3), "paired")):
+        expected = plain(model, microbatches), gradients(model)
+        with mock.patch.object(GroupGradients, "reduce", autospec=True, side_effect=GroupGradients.reduce) as reduced:
+            losses = forward_backward(model, microbatches, schedule=schedule, delay_wgrad=True)
+        torch.testing.assert_close((losses, gradients(model)), expected)
+        assert set(Counter(call.args[0] for call in reduced.call_args_list).values()) == {2}
 
 
 def tensors():

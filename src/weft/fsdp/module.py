@@ -3,7 +3,7 @@
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -379,9 +379,9 @@ def _runtimes(module: Any, recurse: bool) -> list[Runtime]:
     return list({id(driver.engine): driver.engine for driver in drivers}.values())
 
 
-def units_under(module: Any, recurse: bool = True) -> list[Unit]:
-    """Return the units of `module` and, with `recurse`, of the sharded modules inside it, outermost first."""
-    return [driver.unit for driver in drivers_under([module])] if recurse else [unit_of(module)]
+def units_under(module: Any, recurse: bool = True, without: Collection[Any] = ()) -> list[Unit]:
+    """Return the units of `module` and, with `recurse`, of those inside it, not only inside `without`; outer first."""
+    return [driver.unit for driver in drivers_under([module], without)] if recurse else [unit_of(module)]
 
 
 def units_of(model: nn.Module) -> list[Unit]:

@@ -7,7 +7,7 @@ the first use            the root creates the runtime of all units; the root, an
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from torch import nn
 
@@ -93,7 +93,9 @@ class UnitDriver(HookDriver):
         return runtime
 
 
-def drivers_under(modules: Iterable[nn.Module]) -> list[UnitDriver]:
-    """Return the drivers of `modules` and of the sharded modules inside them, outermost first."""
-    inside = (vars(child).get("_weft_driver") for module in modules for child in module.modules())
+def drivers_under(modules: Iterable[nn.Module], without: Collection[nn.Module] = ()) -> list[UnitDriver]:
+    """Return the drivers of `modules` and of the sharded modules inside them, outermost first. Leaves out modules that
+    are reached only through `without`."""
+    reached = (child for module in modules for _, child in module.named_modules(memo=set(without)))
+    inside = (vars(child).get("_weft_driver") for child in reached)
     return [driver for driver in dict.fromkeys(inside) if driver is not None]

@@ -347,7 +347,8 @@ class HybridModel(nn.Module):
         if cache:
             self._check_cache(cache, tokens.shape[0])
         read = tokens if cache is None else self._to_read(tokens, cache)
-        x_BSD, losses = self.decoder(self.embed(read, documents), cache, documents)
+        beside = {} if documents is None else {"documents": documents}  # a subclass may take none, as in a schedule
+        x_BSD, losses = self.decoder(self.embed(read, **beside), cache, documents)
         if cache is not None and self.decoder.scaling_by_length is not None:
             known = cache.get(self, {}).get("tokens", tokens[:, :0])
             cache[self] = {"tokens": torch.cat((known, tokens), dim=1)}
@@ -355,7 +356,7 @@ class HybridModel(nn.Module):
         if depths:
             outputs, _ = self._outputs(x_BSD, tokens, self.depths, documents)
             return [self._all_scores(output) for output in outputs[1:]]
-        return self.logits(x_BSD) if labels is None else self.loss(x_BSD, tokens, labels, losses, documents)
+        return self.logits(x_BSD) if labels is None else self.loss(x_BSD, tokens, labels, losses, **beside)
 
 
 @cache

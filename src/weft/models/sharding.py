@@ -32,7 +32,8 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     are quantized. With `quantize=weft.quantize.except_ends(first, last)`, the layers of the pattern's first `first`
     and last `last` symbols are not quantized.
 
-    Raises `TypeError` if `model` is not a `HybridModel`, and `ValueError` if `meshes` does not fit the model, or if
+    Raises `TypeError` if `model` is not a `HybridModel`, or if another module is in place of experts that must be
+    spread, and `ValueError` if `meshes` does not fit the model, or if
     `except_ends` leaves no layer to quantize.
     """
     if not isinstance(model, HybridModel):
@@ -58,6 +59,12 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
 def _shard_experts(layer: Any, meshes: Meshes, options: dict[str, Any]) -> None:
     if layer.dispatcher is not None:
         for experts in layer.expert_modules():
+            if not hasattr(experts, "spread"):
+                raise TypeError(
+                    f"models.shard: the experts of a {type(layer).__name__} are a {type(experts).__name__}, which has "
+                    "no method to spread them over ranks: keep the GroupedExperts, and register adapters of its "
+                    "weights with torch.nn.utils.parametrize"
+                )
             experts.spread(meshes.ep if meshes.expert_parts is None else meshes.expert_parts)
             fsdp.fully_shard(experts, mesh=meshes.expert, **_for_experts(options, meshes))
 

@@ -107,7 +107,7 @@ class GroupedExperts(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set the initial weights, and biases of zero."""
-        for name, weight in self.named_parameters():
+        for name, weight in self.named_parameters(recurse=False):
             if name.endswith(BIAS):
                 nn.init.zeros_(local_part(weight))
                 continue
@@ -130,13 +130,20 @@ class GroupedExperts(nn.Module):
         `mesh`: a 1-D mesh of the ranks over which the experts are spread. With tensor parallelism inside experts, a 2-D
         mesh whose last axis is the tensor-parallel axis.
         """
-        for name, weight in list(self.named_parameters()):
+        count = self.up_proj.shape[0]
+        for full_name, weight in list(self.named_parameters()):  # `parametrize` moves parameters to child modules
+            if not weight.dim() or weight.shape[0] != count:
+                raise ValueError(
+                    f"{full_name} of {count} experts on this rank has shape {[*weight.shape]}: its first dimension "
+                    "must be that of the experts, because each rank keeps the slices of its own experts"
+                )
+            inside, _, name = full_name.rpartition(".")
             beyond = weight.placements if isinstance(weight, DTensor) else ()
             spread = DTensor.from_local(local_part(weight.detach()), mesh, [Shard(0), *beyond], run_check=False)
             parameter = nn.Parameter(spread, requires_grad=weight.requires_grad)
             vars(parameter).update(vars(weight))
             setattr(parameter, EXPERT, True)
-            self.register_parameter(name, parameter)
+            self.get_submodule(inside).register_parameter(name, parameter)
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Apply each expert to its rows; [rows, hidden] -> [rows, hidden]. The rows must be sorted by expert.
@@ -146,7 +153,8 @@ class GroupedExperts(nn.Module):
         return recomputed(self._computed, rows, offsets) if self.recomputes else self._computed(rows, offsets)
 
     def _computed(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        weights = {name: local_part(part(self, name)) for name in self._parameters}
+        names = (*self._parameters, *getattr(self, "parametrizations", ()))
+        weights = {name: local_part(part(self, name)) for name in names}
         if torch.is_autocast_enabled(rows.device.type):  # autocast does not cast for grouped_mm
             dtype = torch.get_autocast_dtype(rows.device.type)
             rows, weights = rows.to(dtype), {name: weight.to(dtype) for name, weight in weights.items()}

@@ -2,7 +2,8 @@
 
     ranks                          must have the same
     -----------------------------  -------------------------------------------------------------------------------
-    the ranks of a pipeline        schedule, options, mode, number of microbatches, all entries of the microbatches
+    the ranks of a pipeline        schedule, options, mode, number of microbatches, all entries of the microbatches,
+                                   which of the parameters that both ends share are frozen
     the ranks that share experts   schedule, options, mode, number of microbatches
 
 If the arguments differ, every rank that would have waited for another rank raises an error. Without the check, ranks
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from weft.comm.agreement import agree
 from weft.comm.groups import exchange_objects
@@ -30,8 +31,11 @@ from weft.words import counted
 _MOMENT = "beginning of a schedule"
 _RULE = (
     "all ranks must call with the same schedule and options, in the same mode, with the same number of microbatches; "
-    "the ranks of one pipeline also need the same tokens and labels"
+    "the ranks of one pipeline also need the same tokens and labels, and must freeze the same of the parameters that "
+    "its first and last stage share"
 )
+_NO_ENDS = (-(1 << 40), -(1 << 40))
+"""The `both_ways` of a rank without shared parameters, below those of all other ranks."""
 _computes_in: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 """For each model, a checksum of its compute dtypes in its last schedule."""
 
@@ -83,12 +87,19 @@ def agree_on_schedule(
         said += f" of shape {shapes}, whose tensors have the checksum {checksum:08x}"
         own = _Word(zlib.crc32(f"{shapes} {checksum}".encode()))
         dtypes = _dtypes(model)
-        words = [*common.both_ways, *own.both_ways, _computes_in.get(model) != dtypes, anywhere]
-        high, low, first, last, *flags = agree(words, [cut.group], _MOMENT, channel=cut.channel)
+        trained = _trained_ends(model, cut) if order else []  # an evaluation adds up no gradients
+        if trained:
+            said += f", with {sum(trained)} trainable of {counted(len(trained), 'shared parameter')}"
+        ends = _Word(zlib.crc32(repr(trained).encode()))
+        words = [*common.both_ways, *own.both_ways, *(ends.both_ways if trained else _NO_ENDS)]
+        words += [_computes_in.get(model) != dtypes, anywhere]
+        high, low, first, last, *both, converts, others = agree(words, [cut.group], _MOMENT, channel=cut.channel)
         common.compare(high, low)
         own.compare(first, last)
-        converted, anywhere = map(bool, flags)
-        bad = common.differs or own.differs
+        if tuple(both) != _NO_ENDS:
+            ends.compare(*both)
+        converted, anywhere = bool(converts), bool(others)
+        bad = common.differs or own.differs or ends.differs
         _computes_in[model] = dtypes
     for group, channel in experts.items():
         high, low, other = agree([*common.both_ways, bad], [group], f"{_MOMENT}, experts", channel=channel)
@@ -122,11 +133,15 @@ def _checksum(microbatches: Sequence[Microbatch]) -> int:
     """Return a checksum of all tensors of the microbatches. Tensors on a device are first copied to the host."""
     word = 0
     for each in microbatches:
-        beside = [value for _, value in sorted(each.beside.items(), key=lambda item: item[0])]
-        for value in (each.tokens, each.labels, *beside):
-            if isinstance(value, Tensor):
-                word = zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, word)
+        for tensor in each.tensors:
+            word = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, word)
     return word
+
+
+def _trained_ends(model: Any, cut: Cut) -> list[bool]:
+    """Return whether each parameter that the first and the last stage share is trainable. Empty on other ranks."""
+    modules = model.shared_ends if cut.shares_ends and (cut.is_first or cut.is_last) else ()
+    return [each.requires_grad for module in modules for each in module.parameters()]
 
 
 def _dtypes(model: nn.Module) -> int:

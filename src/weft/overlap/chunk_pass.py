@@ -202,7 +202,7 @@ class ChunkPass:
 
     def _head_backward(self) -> None:
         assert self.loss is not None
-        self._scored.gradient = torch.full_like(self.loss, self._loss_scale)
+        self._scored.gradient = torch.ones_like(self.loss) * self._loss_scale  # inf where full_like would raise
         self._head.backward()
 
     def _head_weights_backward(self) -> None:

@@ -9,12 +9,15 @@ Every rank of a pipeline has all microbatches, so entries are not sent between s
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Given = tuple[Tensor, Tensor] | Mapping[str, object]
 """A microbatch as a caller passes it."""
@@ -34,17 +37,25 @@ class Microbatch:
     @property
     def shapes(self) -> tuple:
         """The shapes of all tensors but the labels, as a hashable key."""
-        beside = ((name, tuple(value.shape)) for name, value in self.beside.items() if isinstance(value, Tensor))
-        return tuple(self.tokens.shape), *sorted(beside)
+        named = (("tokens", self.tokens), *self._beside)
+        return tuple((name, *(tuple(each.shape) for each in _tensors_in(value))) for name, value in named)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, with dense ones in place of sparse and nested ones."""
+        values = self.tokens, self.labels, *(value for _, value in self._beside)
+        return [each for value in values for each in _tensors_in(value)]
 
     def said(self) -> str:
         """Return a text that must be equal on all ranks of a pipeline. It has the shapes of all tensors but the labels,
         whether there are labels, and the values of entries that are not tensors."""
         labels = "" if self.labels is not None else " without labels"
-        beside = {
-            name: list(value.shape) if isinstance(value, Tensor) else value for name, value in self.beside.items()
-        }
-        return f"{list(self.tokens.shape)}{labels}" + (f" beside {dict(sorted(beside.items()))}" if beside else "")
+        beside = {name: _told(value) for name, value in self._beside}
+        return f"{_told(self.tokens)}{labels}" + (f" beside {beside}" if beside else "")
+
+    @property
+    def _beside(self) -> list[tuple[str, Any]]:
+        return sorted(self.beside.items(), key=lambda item: item[0])
 
     def given(self, function: Callable[..., Any]) -> dict[str, Any]:
         """Return the keyword arguments for `function`: the further entries that it takes."""
@@ -125,3 +136,43 @@ def _taken(function: Callable[..., Any]) -> frozenset[str] | None:
         return None
     optional = (each for each in parameters if each.default is not each.empty or each.kind is each.KEYWORD_ONLY)
     return frozenset(each.name for each in optional) - set(OWN)
+
+
+def _children(value: Any) -> dict[Any, Any] | None:
+    """Return the members of a list, a tuple, a mapping or a dataclass. None for other values."""
+    if isinstance(value, Mapping):
+        return {**value}
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value) if field.repr}
+    return None
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in `value`; for a sparse or nested tensor, dense tensors with its values."""
+    if not isinstance(value, Tensor):
+        for child in (_children(value) or {}).values():
+            yield from _tensors_in(child)
+    elif is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _tensors_in(getattr(value, name))
+    elif value.is_nested:
+        yield from value.unbind()
+    else:
+        yield value.resolve_conj().resolve_neg() if value.layout is torch.strided else value.to_dense()
+
+
+def _told(value: Any) -> Any:
+    """Return what to print for `value`: the shapes of its tensors, and no address of an object, because addresses
+    differ between ranks."""
+    if isinstance(value, Tensor):
+        shapes = [list(each.shape) for each in _tensors_in(value)]
+        return shapes[0] if len(shapes) == 1 else shapes
+    if (children := _children(value)) is None:
+        text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+        return value if text == repr(value) else text
+    told = {name: _told(child) for name, child in children.items()}
+    if isinstance(value, (list, tuple)):
+        return [*told.values()]
+    return told if isinstance(value, Mapping) else {type(value).__name__: told}

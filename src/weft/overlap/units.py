@@ -6,11 +6,13 @@ released, and when its gradients are reduced.
     after the last weight gradient of a microbatch    reduce; once for a pair of backwards
 
 Units that only the stage `experts` reads are held during that stage only. Units of a prediction depth are held during
-the whole depth. Units outside the layers (embedding, head) are held during the whole schedule. The order of steps is
-known in advance, so units are prefetched: their gathers start before the step that acquires them.
+the whole depth. Units outside the layers (embedding, head) are held during the whole schedule. So is a unit of modules
+inside and outside of layers (`fully_shard([embedding, layer])`), which is reduced after the last step of a microbatch
+that uses any of its modules. The order of steps is known in advance, so units are prefetched: their gathers start
+before the step that acquires them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,10 +33,12 @@ from weft.overlap.order import BACKWARD, Step
 @dataclass(frozen=True)
 class LayerUnits:
     """The sharded units of one layer. `whole`: units held throughout the layer. `experts`: units held only during the
-    stage `experts`. `policy`: the casts of the layer's inputs and outputs."""
+    stage `experts`. `beyond`: units that also have modules outside of layers and depths, and are held during the whole
+    schedule. `policy`: the casts of the layer's inputs and outputs."""
 
     whole: tuple[Unit, ...]
     experts: tuple[Unit, ...]
+    beyond: tuple[Unit, ...]
     policy: MixedPrecisionPolicy
 
 
@@ -78,19 +82,22 @@ class ModelUnits:
 
         Raises ValueError if layers are sharded but the model around them is not.
         """
+        everything: list[Any] = [*layers, *(layer for depth in depths for layer in depth)]
+        parts = [*everything, *getattr(model, "depths", ())]
+        outside = tuple(units_under(model, without=parts))
         found = []
-        for layer in (*layers, *(layer for depth in depths for layer in depth)):
-            experts = tuple(unit for module in layer.expert_modules() for unit in units_under(module))
-            whole = tuple(unit for unit in units_under(layer) if unit not in experts)
-            found.append(LayerUnits(whole, experts, _policy_of(layer)))
-        inside = {unit for each in found for unit in (*each.whole, *each.experts)}
+        for layer in everything:
+            experts = [*layer.expert_modules()]
+            whole = units_under(layer, without=experts)
+            inner = [unit for module in experts for unit in units_under(module) if unit not in whole]
+            beyond = [unit for unit in (*whole, *inner) if unit in outside]
+            found.append(LayerUnits(_besides(whole, beyond), _besides(inner, beyond), tuple(beyond), _policy_of(layer)))
         around, first = [], len(layers)
         for depth, mine in zip(getattr(model, "depths", ()), depths):
-            whole = tuple(unit for unit in units_under(depth) if unit not in inside)
-            around.append(DepthUnits(whole, range(first, first + len(mine)), _policy_of(depth)))
+            held = _besides(units_under(depth, without=mine), outside)
+            around.append(DepthUnits(held, range(first, first + len(mine)), _policy_of(depth)))
             first += len(mine)
-        inside |= {unit for depth in getattr(model, "depths", ()) for unit in units_under(depth)}
-        outside = tuple(unit for unit in units_under(model) if unit not in inside)
+        inside = [unit for part in parts for unit in units_under(part)]
         if inside and not isinstance(model, FSDPModule):
             raise ValueError(
                 f"layers of {type(model).__name__} are sharded, but the model around them is not: call fully_shard on "
@@ -113,12 +120,13 @@ class ModelUnits:
         for (*_, held), mine in visits.items():
             _hold(held, mine)
         ends = {
-            each.step.microbatch: each
+            (each.step.microbatch, unit): each
             for each in around
-            if each.step.direction == BACKWARD and each.step.slot in ("embed", "enter", "head", "head.weights")
+            if each.step.direction == BACKWARD
+            for unit in self._read_outside(each.step)
         }
-        for each in ends.values():  # the microbatch's last step that uses units outside the layers
-            each.reduce.extend(self.outside)
+        for (_, unit), each in ends.items():  # the microbatch's last step that uses a unit outside the layers
+            each.reduce.append(unit)
         for pair in together:
             found: set[Unit] = set()
             for each in reversed(around):
@@ -142,6 +150,12 @@ class ModelUnits:
         yield "layer", step.layer, self.layers[step.layer].whole
         if step.slot.partition(".")[0] == "experts":
             yield "experts", step.layer, self.layers[step.layer].experts
+
+    def _read_outside(self, step: Step) -> tuple[Unit, ...]:
+        """Return the units in `outside` that `step` may use."""
+        if step.slot.partition(".")[0] in ("embed", "enter", "head"):
+            return self.outside
+        return () if step.layer is None else self.layers[step.layer].beyond
 
     def scheduled(self, program: Sequence[Around], *, backward: bool = True) -> AbstractContextManager:
         """Return a context manager in which `program` runs. When it exits, units are resharded unless the user holds
@@ -169,8 +183,8 @@ class ModelUnits:
         if self.engine is None:
             return
         self.engine.expect_more(not last)
-        if around.step.direction == BACKWARD and around.step.slot == "head":
-            for unit in self.outside:
+        if around.step.direction == BACKWARD:
+            for unit in self._read_outside(around.step):
                 self.engine.offer(unit)
         for unit, hold in around.acquire:
             self.engine.use(unit, hold)
@@ -210,6 +224,10 @@ def _hold(held: Sequence[Unit], mine: Sequence[Around]) -> None:
     data[-1].release.extend(holds)
     if backward:
         mine[-1].reduce.extend(held)
+
+
+def _besides(units: Iterable[Unit], others: Collection[Unit]) -> tuple[Unit, ...]:
+    return tuple(unit for unit in dict.fromkeys(units) if unit not in others)
 
 
 def _policy_of(module: Any) -> MixedPrecisionPolicy:

@@ -37,6 +37,8 @@ class Members:
         """Collect and check the parameters; dequantize those that are quantized."""
         self._request = request
         self.owners = _owners(request.modules)
+        differing = [module for module in self.owners if getattr(module, "differs_between_ranks", False)]
+        self._differing = {inner for module in differing for inner in module.modules()}
         found = {p: slot for p, slot in _owned_parameters(self.owners).items() if p not in request.ignored}
         self._found = dequantize_parameters(found, request.policy)
         _refuse_sparse(self.owners, self._found)
@@ -52,7 +54,7 @@ class Members:
         choice, mesh, replicas = request.choice_of(parameter)
         where = f"parameter {name!r} of {kind_of(request.modules[0])}"
         parallel = checked_parameter(parameter, mesh, request.device, where, replicas)
-        if parallel is None and any(getattr(owner(), "differs_between_ranks", False) for owner, _ in slot.owners):
+        if parallel is None and any(owner() in self._differing for owner, _ in slot.owners):
             raise ValueError(
                 f"{where} differs between ranks: other ranks hold other experts, but norms, checkpoints and a mesh "
                 f"of these ranks would treat them as equal. Call experts.spread(mesh of these ranks) before fully_shard"
