@@ -259,7 +259,7 @@ class GatherOrder:
         """Yield the units to gather ahead while the units `in_use` are used. `upcoming`: the next units in the trace.
         Further uses of `in_use` at the beginning of `upcoming` are skipped. With a budget, the first unit of a bundle
         counts as the whole bundle, which comes with it."""
-        spent, seen, counted = 0, set(), set(in_use)
+        spent, seen, counted = 0, set(), set[int]()
         following = dropwhile(in_use.__contains__, upcoming)
         alone = self.current.kind == "schedule"  # a schedule gathers each unit of a bundle alone
         depth = SCHEDULED_AHEAD if alone else 1

@@ -313,8 +313,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Return the state and the parameter groups by parameter names, which replace the numbers that an ordinary
-    optimizer uses."""
+    """Return the state and the parameter groups, in which names of parameters replace the numbers of an ordinary
+    optimizer."""
     state, groups = dict(state_dict["state"]), list(state_dict["param_groups"])
     numbers = [number for group in groups for number in group["params"]]
     if not any(isinstance(key, int) for key in (*state, *numbers)):

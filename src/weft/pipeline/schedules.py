@@ -179,7 +179,8 @@ def _groups(ranks: int, microbatches: int) -> list[int]:
 
 
 def _alternating(warmup: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[Action | None, ...]]:
-    """Return (F, B) tuples: first `warmup` forwards without a B, and at the end as many backwards without an F.
+    """Return (F, B) tuples: first `warmup` forwards without a B, then pairs of a forward and a backward, and at the end
+    as many backwards without an F as there were forwards without a B.
 
     A group of microbatches goes through all chunks before the next group starts.
     """

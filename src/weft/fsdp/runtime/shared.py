@@ -4,8 +4,8 @@ Drivers call `gathers` and `reductions`, which decide the order of gathers and r
 pools. `planner` plans memory. Ranks agree on their actions (`_consensus`), join gathers that only other ranks need
 (`_helper`, `_steps`), and update model weights after the main weights have changed (`_freshness`).
 
-A unit whose module was replaced stays in the list. Ranks may free the module at different times, but all ranks must
-send the same messages.
+A unit whose module was replaced stays among `units`, because ranks may free the module at different times, but all
+ranks must send the same messages.
 """
 
 import dataclasses
