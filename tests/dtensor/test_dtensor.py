@@ -566,6 +566,8 @@ def test_operators_on_lists_run_on_torch_s_dtensors_by_torch_s_rules():
         assert_same(half, expected)
     with pytest.raises(TypeError, match=r"to a plain one of shape \(6, 10\)"):
         torch._foreach_add_([sharded, torch.ones(6, 10)], [sharded, sharded])
+    with pytest.raises(TypeError, match=r"takes a plain tensor of shape \(6, 10\) with a sharded one"):
+        torch._foreach_add([sharded, torch.ones(6, 10)], [sharded, sharded])
 
 
 @distributed(2)
@@ -610,6 +612,7 @@ def test_full_tensor_and_to_local_are_differentiable():
     sharded.p0.grad = None
     (sharded.p0.to_local() ** 2).sum().backward()
     assert_same(sharded.p0.grad, plain.p0.grad)
+    assert_same(sharded.p0.redistribute(), plain.p0)  # with the placements that it has
     half = sharded.p0.redistribute(placements=[Replicate()], forward_dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
 

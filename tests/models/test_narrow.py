@@ -16,6 +16,7 @@ from weft.fsdp.module import units_of
 from weft.mesh import init_meshes
 from weft.models import HybridConfig, HybridModel, shard
 from weft.models.narrow import choose_weights
+from weft.moe.experts import GroupedExperts
 from weft.quantize import blockwise, dequantize, except_ends, mx, nvfp4, quantize, rowwise, tensorwise
 
 CFG = HybridConfig(
@@ -65,6 +66,14 @@ def test_ends_that_are_the_whole_model_are_refused():
         except_ends()("weight", None)
     with pytest.raises(ValueError, match="first=-1"):
         except_ends(-1)
+
+
+def test_parametrized_experts_are_not_quantized_in_silence():
+    model = HybridModel(CFG)
+    experts = next(module for module in model.modules() if isinstance(module, GroupedExperts))
+    torch.nn.utils.parametrize.register_parametrization(experts, "up_proj", torch.nn.Identity())
+    with pytest.raises(ValueError, match=r"parametrized experts, .*: leave it out, or choose the weights"):
+        chosen(model)
 
 
 def build(pattern: str, recipe, **sizes: int) -> tuple[HybridModel, HybridModel]:

@@ -268,7 +268,11 @@ def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], 
     for number in [number for number, (own, cut) in enumerate(zip(found, cuts)) if own is not cut]:
         value, like = values[number], first[number]
         if not isinstance(like, UnevenDTensor):
-            refuse_plain(func, like, value)
+            if func._schema.is_mutable:
+                refuse_plain(func, like, value)
+            raise TypeError(
+                f"{func} takes a plain tensor of shape {tuple(like.shape)} with a sharded one: pass its .full_tensor()"
+            )
         if not fits(value, like):
             if written and not isinstance(value, DTensor):
                 refuse_plain(func, value, like)

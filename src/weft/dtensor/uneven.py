@@ -189,7 +189,8 @@ class UnevenDTensor(RuledDTensor):
         """Return a DTensor with even cuts, these placements and the same values. Collective."""
         mesh = device_mesh or self._spec.mesh
         full = DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return full.redistribute(placements=placements or self._spec.placements, **kwargs)
+        placements = self._spec.placements if placements is None else placements
+        return full.redistribute(placements=placements, **kwargs)
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of `full`, a plain tensor of the global shape."""

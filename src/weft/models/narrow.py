@@ -28,7 +28,7 @@ def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPre
     Return `policy` itself if it has no `param_quantization`, or if its `quantize` is your own function. If `quantize`
     is `except_ends(first, last)`, the first `first` and the last `last` layers are not quantized. Each symbol of the
     pattern counts as a layer, including the symbols of prediction depths. Raises `ValueError` if no layer would be
-    quantized.
+    quantized, or if experts are parametrized.
     """
     if policy.param_quantization is None or not (policy.quantize is None or isinstance(policy.quantize, ExceptEnds)):
         return policy
@@ -68,6 +68,11 @@ def _weights(block: nn.Module) -> Iterator[nn.Parameter]:
             if module.out_features > 1:  # the gate of the shared expert has one output, and is not quantized
                 yield cast(nn.Parameter, module.weight)
         elif isinstance(module, GroupedExperts):
+            if hasattr(module, "parametrizations"):
+                raise ValueError(
+                    "param_quantization of a model with parametrized experts, whose weights are computed: leave it "
+                    "out, or choose the weights with a `quantize` function of your own"
+                )
             for name, weight in module.named_parameters(recurse=False):
                 if name in module.multiplied_parameters:
                     yield weight

@@ -159,7 +159,7 @@ class GroupedExperts(nn.Module):
             dtype = torch.get_autocast_dtype(rows.device.type)
             rows, weights = rows.to(dtype), {name: weight.to(dtype) for name, weight in weights.items()}
         multiply = _loop
-        if self.backend == "grouped_mm" and self._fits(rows):
+        if self.backend == "grouped_mm" and self._fits(rows, weights["up_proj"].shape):
             multiply = _grouped if len(rows) else _nothing
         owner = _owners(rows, offsets) if "up_proj" + BIAS in weights else None
 
@@ -173,14 +173,14 @@ class GroupedExperts(nn.Module):
             output.register_hook(Tensor.contiguous)  # an expanded gradient has strides that grouped_mm refuses
         return output
 
-    def _fits(self, rows: Tensor) -> bool:
+    def _fits(self, rows: Tensor, shape: torch.Size) -> bool:
         if rows.dtype.itemsize > torch.float32.itemsize:
             _log_once(
                 f"experts in {rows.dtype} run one after another: grouped_mm does not support dtypes wider than "
                 f"torch.float32"
             )
             return False
-        widths = {"hidden_size": self.up_proj.shape[1], "intermediate_size": self.up_proj.shape[2]}
+        widths = {"hidden_size": shape[1], "intermediate_size": shape[2]}
         odd = [f"{name}={width}" for name, width in widths.items() if width * rows.itemsize % ALIGNMENT_BYTES]
         if odd:
             _log_once(

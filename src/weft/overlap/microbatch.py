@@ -154,11 +154,11 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     if not isinstance(value, Tensor):
         for child in (_children(value) or {}).values():
             yield from _tensors_in(child)
+    elif value.is_nested:  # first: a jagged tensor also flattens into lengths, if this rank has needed them before
+        yield from value.unbind()
     elif is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
             yield from _tensors_in(getattr(value, name))
-    elif value.is_nested:
-        yield from value.unbind()
     else:
         yield value.resolve_conj().resolve_neg() if value.layout is torch.strided else value.to_dense()
 

@@ -247,14 +247,15 @@ class Runtime(Shared):
             if self.reductions.left_over(unit):
                 self.ready(unit)
         late = self._consensus.pack_unheard()
-        reduced = [unit for unit in self.units if unit.trainable_groups or unit in late]
-        if not all(map(self.reductions.defers, reduced)):
+        agreed = [unit for unit in self.units if unit.trainable_groups]  # the same on all ranks, unlike `late`
+        if not all(map(self.reductions.defers, [*agreed, *late])):
             self._consensus.exchange(self.graphs)
         self.reductions.drain()
         self.gathers.end_backward()  # before `_go_to_rest`, which plans memory from the trace of this pass
         self._end_units()  # before `_go_to_rest`, which frees weights without holders
         self._go_to_rest()
-        if any(map(self.reductions.finishes, reduced)):  # before `_publish`: a hook of the user may step the optimizer
+        agreed += [unit for unit in self.units if unit.trainable_groups]  # since the exchange
+        if any(map(self.reductions.finishes, agreed)):  # before `_publish`: a hook of the user may step the optimizer
             self._freshness.certain = True  # an optimizer step follows
             self._steps.expect()
         self.passes.end()
