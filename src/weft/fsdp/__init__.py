@@ -1,7 +1,7 @@
 """Sharding: which parts of weights, gradients and optimizer state a rank has, and when.
 
 A unit is the set of parameters that one call of `fully_shard` shards. Its parameters with the same mesh, dtypes,
-quantization and `requires_grad` form one group. The optimizer updates main weights, and gathers read model weights. A
+quantization and `requires_grad` form one group. The optimizer updates main weights. Gathers read model weights. A
 driver, such as the hooks, runs units. A holder, such as a forward, needs a unit's full weights. Each method name in
 this table has the same meaning in every class that the last column names:
 
@@ -12,7 +12,7 @@ this table has the same meaning in every class that the last column names:
                renew            gather stale weights again, while they are held  unit
                refresh          update model weights from main weights           group
                outdate          mark model weights as outdated                   group
-               rest             free main weights kept as a quantized copy       group
+               rest             free main weights that a payload can restore     group
                use, done        a driver starts and ends its use of a unit       runtime
     memory     take, give       allocate and free transient memory               pool
                come_back        return a buffer to the place that it left        pool

@@ -58,11 +58,10 @@ class Channels:
 
     def separate_gathers(self, groups: Sequence[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
         """Choose the communicators for gathers over `groups`, the model's process groups. `choice`: True: a second
-        communicator for each of `groups`. False: `groups` themselves. A list of process groups: as True, but those
-        in the list serve as second communicators. One in the list matches one of `groups` if both have the same ranks
-        in the same order. Collective unless `choice` is False.
-        Raises ValueError if a process group in the list matches none of `groups`, or if one of `groups` already has a
-        different second communicator."""
+        communicator for each of `groups`. False: `groups` themselves. A list of process groups: as True, but
+        each one in the list is the second communicator of those `groups` that have the same ranks in the same order.
+        Collective unless `choice` is False. Raises ValueError if a process group in the list matches none of `groups`,
+        or if one of `groups` already has a different second communicator."""
         self.separate = bool(choice)
         there = [dist.get_process_group_ranks(group) for group in groups]
         given = [] if isinstance(choice, bool) else [(dist.get_process_group_ranks(each), each) for each in choice]

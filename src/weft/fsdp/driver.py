@@ -43,7 +43,7 @@ from weft.layout.trace import Trace
 class Hold:
     """A holder of a unit's full weights. They stay in memory until all their holders release them. `computes`: whether
     this holder computes with them; if so, other units cannot take their memory. `backward`: whether the holder is a
-    backward. `lasts`: whether the hold lasts over passes, until the unit is resharded."""
+    backward. `lasts`: whether a hold of one pass lasts over later passes, until the unit is resharded."""
 
     name: str
     computes: bool = True

@@ -11,7 +11,7 @@ gathers cast and upload. In other cases, main_weight is in the memory of model_w
 nothing is offloaded. If every rank keeps all weights, `full` is the same buffer as model_weight, and always lives.
 
 With quantization: model_weight holds the bytes of the payload, and `full` is a separate buffer in every case. `copies`
-has two model weights if forward and backward use different ones. With `compute="scaled"`, `full` is in float8. Main
+has two model weights if forward and backward use different payloads. With `compute="scaled"`, `full` is in float8. Main
 weights of frozen parameters may be freed between uses (`weft.quantize.payload_only`).
 
 Writes to a sharded parameter increment the version counter of the main weights, except writes that torch does not

@@ -380,7 +380,7 @@ def _runtimes(module: Any, recurse: bool) -> list[Runtime]:
 
 
 def units_under(module: Any, recurse: bool = True, without: Collection[Any] = ()) -> list[Unit]:
-    """Return the units of `module` and, with `recurse`, of those inside it, not only inside `without`; outer first."""
+    """Return the unit of `module`. With `recurse`: the units of `drivers_under([module], without)`, outermost first."""
     return [driver.unit for driver in drivers_under([module], without)] if recurse else [unit_of(module)]
 
 

@@ -156,8 +156,8 @@ class Recipe:
 
 
 def has_less_range(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Return whether finite values of dtype `wide` may become infinite in `narrow`. This is true even for float32 and
-    bfloat16, whose ranges differ only slightly."""
+    """Return whether finite values of dtype `wide` may become infinite in `narrow`. True even if `wide` is float32
+    and `narrow` is bfloat16, whose range is slightly smaller."""
     return torch.finfo(narrow).max < torch.finfo(wide).max
 
 

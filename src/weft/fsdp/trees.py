@@ -5,7 +5,7 @@
     alone; in tuples, lists, dicts, named tuples and   replaces                                 yields
     classes registered with torch's pytree
     in dataclasses                                     replaces in a copy, if `in_dataclasses`  yields, if `hidden`
-    in attributes of other objects; in sets and other  ignores                                  yields, if `hidden`
+    in attributes of other objects; in sets; in other  ignores                                  yields, if `hidden`
     subclasses of dict, list and tuple
 
 A container without a replaced tensor stays the same object, because a module may append to a list that it receives.

@@ -229,7 +229,7 @@ class GatherOrder:
                 each.free()
 
     def stays(self, unit: Gathered) -> bool:
-        """Return whether to keep the memory of `unit`, which has no holder, because this pass or its backward uses
+        """Return whether to keep the memory of `unit` even without a holder, because this pass or its backward uses
         it next."""
         here, number = self.current, unit.number
         if not here.on_plan:
@@ -249,7 +249,8 @@ class GatherOrder:
         return next((number for number in uses if not self._units[number].holders), -1)
 
     def _message_of(self, unit: int) -> Collection[int]:
-        """Return the units in the message that gathers `unit`. Only `unit` if a unit of its bundle has two copies."""
+        """Return the units that both forward and backward gather in one message with `unit`, including `unit`. Return
+        only `unit` if a unit of its bundle has two copies."""
         bundle = self.bundles.get(unit)
         if bundle is None or any(self._units[number].two_copies for number in bundle.numbers):
             return (unit,)

@@ -158,7 +158,7 @@ class Plan:
     - `collectives`: the gathers, the updates of model weights that send messages, and the reductions, in the order in
       which they start. A reduction over two mesh axes counts once.
     - `peak_bytes`: the most live bytes of "gathered weights" and of "partial gradients".
-    - `alive`: the weights that are in memory at the same time, for each such combination.
+    - `alive`: each combination of weights that are in memory at the same time.
     - `names`: the names of the units, by number.
     - `off_plan`: for each kind of pass, how many passes so far used other units than the previous pass of this kind, or
       used them in another order. A key is a text such as "forward: other units, or in another order". Passes that only

@@ -1,15 +1,16 @@
 """Norms over a whole sharded model: each rank sums over its parts of all units, and the ranks' sums are added.
 
     the unit's mesh                           holders of an element                  its share in a rank's sum
-    ----------------------------------------  -------------------------------------  --------------------------------
+    ----------------------------------------  -------------------------------------  ---------------------------
     the model's mesh, cut over all axes       one rank                               all of it
     the model's mesh, replicated              one rank of each replica               1 / replicas
     some of the model's ranks, for experts*   one rank of each replica in this mesh  1 / replicas in this mesh
-    any of these, and tensor parallelism      the same, for each slice               the same; then sums are added**
-    whole experts on tensor-parallel ranks*   one rank of each replica in this mesh  the same; then sums are added**
+    any of these, and tensor parallelism      the same, for each slice               the same**
+    whole experts on tensor-parallel ranks*   one rank of each replica in this mesh  1 / replicas in this mesh**
 
 *   Other ranks have other experts.
-**  over the tensor-parallel ranks, if these are outside of the model's mesh. Expert-parallel ranks are inside.
+**  The sums are then added over the tensor-parallel ranks, if these are outside of the model's mesh. Expert-parallel
+    ranks are inside.
 
 The model's mesh is the largest mesh that is not a mesh of experts. The sum of the shares over its ranks counts every
 element once. This sum takes at most one all-reduce per mesh axis, and one per tensor-parallel group.

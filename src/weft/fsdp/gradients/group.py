@@ -3,13 +3,13 @@
     buffer    lives until        placement    dtype        holds
     packed    it is reduced      Partial      reduce*      this rank's gradients
     summed    the last backward  Partial**    reduce*      on a 2-D mesh: sums over the shard axis
-    main      the model ends     optimizer    main_grad    reduced gradients; `.grad` of the sharded parameters
+    main      the unit is freed  optimizer    main_grad    reduced gradients; `.grad` of the sharded parameters
 
     *   While the gradients wait for another backward or for their turn (`weft.layout.turns`), the dtype is main_grad.
         `packed` also has this dtype if the reduce dtype has less range than the compute dtype.
     **  over the outer axis only
 
-A reduction may need two more buffers. If `packed` or `summed` does not have the reduce dtype, a copy in this dtype is
+A reduction may need more buffers. If `packed` or `summed` does not have the reduce dtype, a copy in this dtype is
 sent. Some transports need a buffer for the gradients of other ranks.
 
 `TRANSITIONS` has the states of a group's gradients. `weft.fsdp.gradients.main` describes when the user owns `main`, and

@@ -12,7 +12,7 @@ Larger units, and units whose weights cannot share a message (`ParameterGroup.fi
     the first unit of A         A, once per pass; units that are gathered already, or lack memory, drop their result
     another unit of A           nothing: it came with A, and stays until its use or, if it is not used, the pass ends
     a unit of A again           that unit alone: its memory was freed after the first use
-    nothing, but others need A  A, if the transport has the capability `helpers`, and drops the result
+    nothing, but others need A  A, if `weft.fsdp.runtime.helper` can join it, and drops the result
 
 The buckets depend only on the model, its options and the transport. They are the same on all ranks, even if the ranks
 run different units: ranks that need different units of a bucket send the same message. Units are gathered one by one in
@@ -83,7 +83,7 @@ class Bucket:
 
     def serve(self, copy: int) -> Ticket:
         """Take part in a gather that only other ranks need, and discard the result. `copy`: 1 for backward's copy of
-        the weights, otherwise 0. Send also the units that this rank has gathered already, because other ranks may
+        the weights, otherwise 0. Also send the units that this rank has gathered already, because other ranks may
         need them."""
         with torch.no_grad():
             sources = self._sources(copy)

@@ -118,15 +118,15 @@ class Shared:
 
     @property
     def steady_passes(self) -> int:
-        """The number of backwards, evaluations and schedules since the memory plan of weights changed, or since a
-        weight found no place in it. 0 if the current pass has deviated from its trace."""
+        """The number of backwards, evaluations and schedules since the memory plan of weights changed, or since
+        weights found no place in it. 0 if the current pass has deviated from its trace."""
         return self.channels.weights.steady if self.gathers.current.on_plan else 0
 
     # --- all units --------------------------------------------------------------------------------------------------
 
     def _begin_units(self) -> None:
-        """End the holds of an earlier pass unless they last (`Hold.lasts`), free weights without holders, and apply
-        changes of `requires_grad`."""
+        """End the holds of earlier passes, but `UNTIL_RESHARD` only if the unit now reshards after backward. Free
+        weights without holders, and apply changes of `requires_grad`."""
         for unit in self.units:  # first end all holds: a holder of a unit also holds units tied to it
             if unit.holders:
                 unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_RESHARD,) if unit.reshard_after_backward else ()))

@@ -27,7 +27,7 @@ def equalize(group: ParameterGroup) -> None:
 
 def rest(group: ParameterGroup) -> None:
     """Quantize weights that are kept only as a payload, and free their main weights. If the weights have no values yet,
-    or payloads are gathered once per step, the first pass does this. Collective if recipes have a scale per matrix."""
+    or payloads are gathered once per step, the first pass does this. Collective with one scale per matrix."""
     if group.payload_only is not None and not group.unfilled and not group.refreshed_bytes:
         agree_on_maxima([group])
         group.rest(quantize=True)
