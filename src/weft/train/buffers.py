@@ -87,8 +87,8 @@ class Buffers:
         return (known[name] for name in self._names.values())
 
     def prepare_load(self, stored: Mapping[str, Any]) -> None:
-        """Record whether the checkpoint holds the buffers of every rank. `stored`: the entries for these
-        buffers. Without entries, `load_state_dict` does nothing: every rank keeps the buffers that were loaded with the
+        """Record whether the checkpoint holds the buffers of every rank. `stored`: the entries for these buffers.
+        Without entries, `load_state_dict` does nothing: every rank keeps the buffers that were loaded with the
         model."""
         self._are_absent = not stored
 

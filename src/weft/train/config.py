@@ -127,7 +127,7 @@ class TrainConfig:
     @property
     def _own_chunks(self) -> int:
         """The number of pipeline stages on each rank: `sharding.chunks` or, if that is unset, the number of the
-        pattern's segments per rank. For a pattern without segments, 0: the schedule's default then applies."""
+        pattern's segments per rank. 0 if neither determines the number: the schedule's default then applies."""
         segments = len(self.hybrid.parsed.segments)
         return self.sharding.chunks or (max(1, segments // self.sharding.pp) if segments > 1 else 0)
 
@@ -212,8 +212,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a configuration from a TOML file. `overrides` such as "train.steps=20" take precedence over the file.
 
     The value of an override is written as in TOML, but text needs no quotes ("run.name=first"). If an override of
-    `train.steps` is too low for `schedule.warmup_steps`, unsets the warmup steps, and says so in `notes` of the result.
-    Raises ConfigError for a file that cannot be read, and for unknown or invalid settings.
+    `train.steps` is too low for the file's `schedule.warmup_steps`, unsets the warmup steps, and says so in `notes` of
+    the result. Raises ConfigError for a file that cannot be read, and for unknown or invalid settings.
     """
     try:
         text = read_bounded(path, _LARGEST).decode("utf-8-sig")  # some editors put a byte order mark first

@@ -27,7 +27,7 @@ from weft.train.task.sharding import meshes_of
 from weft.train.task.text import TextTask, hybrid
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The axes of the dense view of `weft.mesh`, along which ranks are numbered with the last axis fastest."""
+"""The axes of the dense view of `weft.mesh`. Ranks are numbered along them, the last axis fastest."""
 
 
 @dataclass(frozen=True)

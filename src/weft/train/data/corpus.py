@@ -92,9 +92,9 @@ def load_corpus(
     Several processes may call this function at the same time with the same cache.
 
     The validation text is in `data.validation_paths`. If these are empty, about the fraction `data.validation_fraction`
-    of the text is held out: whole documents or, for token files, the end of each file. For the kind "text", files that
-    are large compared to the held-out part are first cut between lines; a very long line may be cut too. The held-out
-    part does not depend on the seed.
+    of the text is held out: whole documents or, for token files, the end of each file. For the kind "text", files above
+    16 MiB, or above a quarter of the held-out part, are first cut between lines; a very long line may be cut too. The
+    held-out part does not depend on the seed.
 
     - `say`: a function that is called with each line to print.
     - `runs`: the folder of all runs. Files in it, and in the cache folder, are not part of the text.

@@ -52,9 +52,9 @@ class Document(NamedTuple):
 
 def find_files(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path] = ()) -> list[File]:
     """Return the files that `paths` name, in a fixed order. A folder stands for the files below it that match
-    `data.include` (by default the patterns of `data.kind`). Hidden files are left out. For the kinds "text", "jsonl"
-    and "messages", binary files are left out too. For the kind "datasets", a folder stands for the files that its
-    state.json lists. Empty `paths` stand for the source files of Python's standard library, without its tests.
+    `data.include` (by default the patterns of `data.kind`), without hidden files and, for the kinds "text", "jsonl" and
+    "messages", without binary files. For the kind "datasets", a folder stands for the files that its state.json lists.
+    Empty `paths` stand for the source files of Python's standard library, without its tests.
 
     `setting`: the setting that names the paths, for errors. `written`: folders to which runs write. They are skipped
     inside the folders of `paths`. Raises ConfigError for a path that does not exist, does not fit `data.kind`, or is
