@@ -29,9 +29,9 @@ def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
     """Return `state` with its stateful objects wrapped, so that `CheckpointManager.load` can load a checkpoint whose
     pattern groups the same symbols differently.
 
-    The first entry of `state` must be the model, and `cfg` its configuration. If the checkpoint has other layers, or
-    the same layers in another order, `load` raises `CheckpointMismatch`, which lists the differences. The order within
-    a logical layer of the checkpoint is not stored, and therefore not checked.
+    The first entry of `state` must be the model, and `cfg` its configuration. If the checkpoint has other symbols, or
+    the same symbols in another order, `load` raises `CheckpointMismatch`, which lists the differences. The order of
+    symbols within a logical layer of the checkpoint is not stored, and therefore not checked.
     """
     spelling = _Spelling(cfg)
     model = next(iter(state))

@@ -33,7 +33,8 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     and last `last` symbols are not quantized.
 
     Raises `TypeError` if `model` is not a `HybridModel`, or if another module is in place of experts that must be
-    spread. Raises `ValueError` if `meshes` does not fit the model, or if `except_ends` leaves no layer to quantize.
+    spread. Raises `ValueError` if `meshes` does not fit the model, if `except_ends` leaves no layer to quantize,
+    or if experts whose weights would be quantized are parametrized.
     """
     if not isinstance(model, HybridModel):
         raise TypeError(f"models.shard got a {type(model).__name__}: pass a HybridModel; fully_shard takes any module")

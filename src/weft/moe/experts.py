@@ -128,7 +128,8 @@ class GroupedExperts(nn.Module):
         global number.
 
         `mesh`: a 1-D mesh of the ranks over which the experts are spread. With tensor parallelism inside experts, a 2-D
-        mesh whose last axis is the tensor-parallel axis.
+        mesh whose last axis is the tensor-parallel axis. Raises ValueError for a parameter (such as one of a
+        parametrization) whose first dimension is not the number of experts on this rank.
         """
         count = self.up_proj.shape[0]
         for full_name, weight in list(self.named_parameters()):  # `parametrize` moves parameters to child modules

@@ -95,7 +95,8 @@ class StagedModel(Protocol):
     of these ranks. It lists the modules whose parameters the first and the last stage share.
 
     An optional attribute `tied_ends` lists the modules that the model uses both before and after its layers. A schedule
-    refuses post-accumulate-grad hooks on the parameters of these modules, unless the model is sharded.
+    refuses post-accumulate-grad hooks on the parameters of these modules, unless the model is sharded and has no
+    `shared_ends`.
 
     A model with depths of multi-token prediction follows `StagedPredictor` too, on the rank of the last stage.
     """

@@ -39,8 +39,8 @@ def forward_backward(
     """Run forward and backward of all microbatches. Return the unscaled loss of each, a detached scalar.
 
     Each microbatch adds the gradients that `(loss_scale * model(tokens, labels)).backward()` would compute. If the
-    model is sharded, the gradients are also reduced, as in a backward. A schedule can run two microbatches as a
-    pair, such as the forward of one and the backward of the previous one. While one of them exchanges tokens, the other
+    model is sharded, the gradients are also reduced, as in a backward. A schedule can run two microbatches as a pair,
+    such as the forward of one and the backward of the previous one. While one of them exchanges tokens, the other
     computes (`weft.overlap.order` documents the order).
 
     A model in pipeline stages (`weft.init_meshes(pp=...)`) runs on all ranks of its pipeline. Each rank calls this
@@ -81,7 +81,7 @@ def forward_backward(
             - Layers are sharded, but the model around them is not.
             - A module has hooks or is compiled, but a schedule does not call its `forward`.
             - A parameter that is used before and after the layers has a post-accumulate-grad hook, which would run on a
-              part of its gradient.
+              part of its gradient. (The hook is allowed if the model is sharded and both uses are on one rank.)
             - `overlap` without a `schedule`, for a model on one pipeline rank that has no exchange to hide.
             - `early_release` or `halves` without `overlap`.
             - `halves` without layers that exchange tokens with `moe_rows_per="rank"`, or with a table in which all
@@ -95,6 +95,7 @@ def forward_backward(
             - Ranks of one pipeline, or ranks that share a set of experts, differ in the schedule, its options, the
               model's mode (training or evaluation) or the number of microbatches.
             - Ranks of one pipeline passed different microbatches.
+            - The ranks of the first and the last stage froze different parameters of those that these stages share.
     """
     layers, depths = layers_of(model), depths_of(model)
     assert isinstance(model, nn.Module)  # layers_of has refused others
@@ -176,8 +177,8 @@ def evaluate(
     Without labels, `losses` is empty.
 
     Raises the errors of `forward_backward` about `model` and `microbatches`. If you request outputs, also raises
-    TypeError for a model without `logits`, and ValueError for a model with prediction depths in training mode. Raises
-    ValueError too if the sequence lengths of microbatches differ, or if only some microbatches have labels.
+    TypeError for a model without `logits`, and ValueError in three cases: the model has prediction depths and is in
+    training mode, the sequence lengths of microbatches differ, or only some microbatches have labels.
     """
     layers, depths = layers_of(model), depths_of(model)
     assert isinstance(model, nn.Module)  # layers_of has refused others

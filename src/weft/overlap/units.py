@@ -7,9 +7,9 @@ released, and when its gradients are reduced.
 
 Units that only the stage `experts` reads are held during that stage only. Units of a prediction depth are held during
 the whole depth. Units outside the layers (embedding, head) are held during the whole schedule. So is a unit of modules
-inside and outside of layers (`fully_shard([embedding, layer])`), which is reduced after the last step of a microbatch
-that uses any of its modules. The order of steps is known in advance, so units are prefetched: their gathers start
-before the step that acquires them.
+inside and outside of layers (`fully_shard([embedding, layer])`). Its gradients are reduced after the last backward step
+of a microbatch that uses any of its modules. The order of steps is known in advance, so units are prefetched: their
+gathers start before the step that acquires them.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The files of a loaded model besides its weights. They are written again when the model is saved.
+"""The files of a loaded model besides its weights. The model keeps them so that `save` can write them again.
 
 Among them are config.json, the tokenizer, the chat template and the generation settings. If the text model is part of
 a larger model, the weights of the other parts are not loaded. They are copied from the original directory when the
