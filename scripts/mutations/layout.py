@@ -96,11 +96,11 @@ MUTATIONS = [
         ORDER + "test_reductions_that_wait_for_the_turn_of_another_all_start_with_it[2]",
     ),
     Mutation(
-        "a byte budget counts a unit once per use",
+        "a byte budget counts a bundle once per unit",
         "GatherOrder._behind",
-        "number in seen",
-        "False",
-        "overlap/test_residency.py::test_weights_are_gathered_as_often_as_the_visits_demand[interleaved-loop-2]",
+        "counted |= coming",
+        "pass",
+        "layout/test_plan.py::test_a_bundle_that_does_not_fit_into_the_budget_as_a_whole_is_not_gathered_ahead",
     ),
     Mutation(
         "a unit that is needed next is freed and gathered again",
