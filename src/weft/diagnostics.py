@@ -177,9 +177,10 @@ def quantization_shares(model: nn.Module) -> dict[str, Shares]:
     """Return, for each unit, which fraction of its quantized weights saturates and which fraction underflows.
 
     The keys are the names of the units with quantized weights ("" for the root). Without pipeline stages, the result is
-    the same on all ranks. With them, a rank gets only the units of its own stages. Each rank quantizes its main weights
-    again to count the elements. Frozen weights that are kept only in quantized form are not counted. Collective. Do not
-    call it between a forward and its backward. Raises ValueError for a model without sharded modules.
+    the same on all ranks. With them, it has only the units of this rank's stages, and is the same on all ranks with
+    these stages. Each rank quantizes its main weights again to count the elements. Frozen weights that are kept only in
+    quantized form are not counted. Collective. Do not call it between a forward and its backward. Raises ValueError for
+    a model without sharded modules.
     """
     units = units_of(model)
     groups = [(unit.name, group) for unit in units for group in unit.groups if group.payload_only is None]

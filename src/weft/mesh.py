@@ -53,7 +53,7 @@ class Meshes:
     cp: DeviceMesh | None = None
     etp: DeviceMesh | None = None
     expert_parts: DeviceMesh | None = None
-    """2-D mesh (ep, tp): experts are spread over ep, each is split over tp. None if `ep` is 1 or experts are whole."""
+    """2-D mesh (ep, tp): experts are spread over ep, each one split over tp. None if `ep` is 1 or experts are whole."""
 
     @property
     def dp_size(self) -> int:

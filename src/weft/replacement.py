@@ -56,8 +56,8 @@ class DropIn:
 
 def drop_in() -> DropIn:
     """Replace torch's `fully_shard`, `FSDPModule`, `UnshardHandle`, `register_fsdp_forward_method` and `share_comm_ctx`
-    with weft's. The global names of all imported modules are replaced, except in the private torch modules that define
-    these objects. Other references, such as attributes of classes, keep torch's objects.
+    with weft's, in the global names of all imported modules except the private torch modules that define these objects.
+    Other references, such as attributes of classes, keep torch's objects.
 
     The replacement lasts until the process ends, until a block `with weft.drop_in() as replaced:` ends, or until
     `undo()` of the result is called. Call `drop_in` before you shard anything. Libraries may be imported before the

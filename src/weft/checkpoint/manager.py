@@ -210,8 +210,8 @@ class CheckpointManager:
         """Fill `state` from the checkpoint of `step`, or by default from the newest intact one, and return its step.
 
         The number of ranks and the sharding may differ from those of the save. Stored objects whose names are not in
-        `state` are not read. All data that is read is compared with its checksums. Of the code that a checkpoint names,
-        only the constructors on a fixed list can run.
+        `state` are not read. All data that is read is compared with its checksums. Of the functions and classes that a
+        checkpoint names, only those on fixed lists are called.
 
         Without `step`, `load` skips checkpoints that are damaged or belong to another run, and lists them in
         `passed_over`. If it does not load the newest checkpoint, later saves of this manager delete none of the

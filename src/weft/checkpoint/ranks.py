@@ -17,7 +17,7 @@ _TIMEOUT = timedelta(hours=2)  # the slowest rank may need this much longer than
 class Ranks:
     """The ranks of `beside`, or this process alone if `beside` is None. They get a separate process group, so that
     their collectives do not mix with those of training. `watched`: whether the hang detector watches their collectives.
-    Only one thread may use an instance.
+    Only one thread at a time may use an instance.
 
     The methods are collective: all ranks call them in the same order, while they are connected."""
 

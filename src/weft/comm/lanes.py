@@ -79,8 +79,8 @@ class Ticket:
     @property
     def ended(self) -> bool:
         """Whether the transfers have ended and no longer use their memory. On CPU, transfers that did not end at once
-        count as ended only after a wait for them: by a caller, by the thread of `end_by_itself`, or by a collective
-        that runs `after` this ticket. True after `abandon`."""
+        count as ended only after `abandon`, or after a wait for them: by a caller, by the thread of `end_by_itself`, or
+        by a collective that runs `after` this ticket."""
         if self._event is not None and not self._event.query():
             return False
         return self._transfer is None or self._transfer.has_ended

@@ -8,10 +8,10 @@ all others                       element-wise, on operands that are cut     `on_
                                    or can be sliced in the same way
 foreach and fused optimizers     on lists, all tensors at once              `on_lists`
 
-The fast path and `on_lists` do not call the operator. They call torch's method or function of the same name, which
-parses its arguments faster. A rule (`rules.py`) that cannot run the operator on local parts returns `NotImplemented` or
-raises TypeError. The rules run below autograd, so they increment the version counters of the local parts that they
-write to.
+The fast path and `on_lists` do not call the operator. They call torch's method or function of the same name, if
+there is one, because it parses its arguments faster. A rule (`rules.py`) that cannot run the operator on local parts
+returns `NotImplemented` or raises TypeError. The rules run below autograd, so they increment the version counters of
+the local parts that they write to.
 """
 
 import operator
@@ -244,7 +244,7 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _on_two_kinds(func: Any, args: tuple, kwargs: dict, torchs: Sequence[bool]) -> Any:
-    """Run `func` on lists with torch's DTensors, for which `torchs` is true, and apart from these on other tensors."""
+    """Run `func` twice: on torch's DTensors, at the places of the lists where `torchs` is true, and on the others."""
     names, results = _facts(func)[1], {}
     for kind in (True, False):
         keep = [each is kind for each in torchs]

@@ -283,7 +283,7 @@ class Captured:
     def backward(self, gradients: Sequence[Tensor | None], lease: Lease, *, ends: bool) -> Sequence[Tensor | None]:
         """Replay the backward, and return a gradient for each use of a leaf (see `Uses`). Delayed weight gradients are
         added to the lease's queue, not computed. `ends`: whether autograd frees the graph after this backward. If so,
-        the lease ends at once. With delayed gradients, it ends after they have been computed."""
+        the lease ends: at once or, with delayed gradients, when they have been computed."""
         if self._places.addresses() != self.addresses:
             raise RuntimeError(
                 "weights of a captured function have moved, or were frozen, between its forward and its backward: "

@@ -288,8 +288,8 @@ class Walk:
 
 
 class Slots:
-    """The values of the attributes `names` of `owner`, such as slots, that are not in its `__dict__`. The value of an
-    attribute that is not set is `UNSET`."""
+    """The values of the attributes `names` of `owner`. These attributes, such as slots, are not in its `__dict__`. The
+    value of an attribute that is not set is `UNSET`."""
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
         self.owner, self.names = owner, names

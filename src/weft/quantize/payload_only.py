@@ -16,7 +16,7 @@
     a pass begins, and some rank has unfrozen     they are restored and kept on all ranks
       a parameter
 
-The payload changes only if the main weights are written. State dicts can hold the dequantized values, which do not
+The payload changes only if the main weights are written. State dicts can hold dequantized values, and thus do not
 depend on the format: quantizing these values again gives the same payload, with few exceptions for `nvfp4` and fp16
 parameters. With `pow2=True`, some blocks get half the scale and other codes, which stand for the same values.
 """

@@ -208,8 +208,8 @@ class HangDetector:
         return str(mismatch("wait for different things", said, _RULE)) if left else ""
 
     def leave(self) -> None:
-        """End the detector's thread, because a running thread could abort the interpreter at exit. Unless it has
-        found a deadlock, the thread first publishes that the program or its world ends."""
+        """End the detector's thread, because a running thread could abort the interpreter at exit. The thread
+        first publishes that the program or its world ends, unless this rank knows of a deadlock."""
         if os.getpid() != self._process:  # called in a fork
             return
         self._over.set()
