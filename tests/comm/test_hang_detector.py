@@ -102,7 +102,7 @@ def other_says(watch: HangDetector, state: State) -> None:
 
 
 def test_who_has_said_that_it_waits_is_asked_again_before_ranks_are_stuck(begin):
-    """Its thread may have had no time to say that it goes on."""
+    """Its thread may have had no time to say that it no longer waits."""
     watch = begin()
     watch._call = MINE
     other_says(watch, THEIRS)

@@ -235,7 +235,7 @@ def relevant(cfg: HybridConfig) -> list[str]:
 
 
 def check_layer_types(raw: Raw, layers: int, known: Collection[str], family: str) -> None:
-    """Raise `ConversionError` if `layer_types` is given and is not a list with a `known` type for each layer."""
+    """Raise `ConversionError` if `layer_types` is not empty and not a list with a `known` type for each layer."""
     kinds = raw.get("layer_types")
     if not kinds:
         return
