@@ -12,20 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from weft.checkpoint import directory as folder
 from weft.checkpoint import probe
-from weft.checkpoint.loading import CheckpointMismatch, LoadPlanner, Stored, compare, stored_below
 from weft.checkpoint.locking import Lock, lock
-from weft.checkpoint.manifest import METADATA, CheckpointError, CheckpointGone, File, Manifest, one_line, readable_size
+from weft.checkpoint.manifest import CheckpointError, CheckpointGone, Manifest, one_line, readable_size
 from weft.checkpoint.ranks import Ranks
-from weft.checkpoint.reading import Reader, describe, plain_errors
-from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
-from weft.checkpoint.state import check_loadable, check_names, is_stateful, state_dict_of
+from weft.checkpoint.reading import Reader, describe
+from weft.checkpoint.restoration import restore
+from weft.checkpoint.staging import Staged, Stager
+from weft.checkpoint.state import flat_state
 from weft.checkpoint.storage import operation
-from weft.checkpoint.writing import Writer
+from weft.checkpoint.writing import write
 
 # torch warns at each save without a process group. A single process needs none, so the warning is suppressed.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -148,7 +147,7 @@ class CheckpointManager:
         self._prepare(step)
         failed: Exception | None = None
         try:
-            staged = self._stager.stage(self._flat(state))
+            staged = self._stager.stage(flat_state(state, self.rank))
         except Exception as error:
             failed = error
         self._ranks.raise_everywhere(failed)  # before any rank begins to write and waits for the others
@@ -273,9 +272,7 @@ class CheckpointManager:
             self._say(f"{error}; this checkpoint is skipped{stays}")
 
     def _load(self, state: Mapping[str, Any], step: int) -> Exception | None:
-        """Fill `state` from the checkpoint of `step`. Raises CheckpointError if the checkpoint is damaged or of another
-        run. Errors raised by objects in `state` are returned, because they do not mean that the checkpoint is
-        damaged."""
+        """Call `restore`. Raises CheckpointError also if the checkpoint is damaged or belongs to another run."""
         path = folder.path_of(self.directory, step)
 
         def described() -> tuple[Manifest, Metadata]:
@@ -283,89 +280,7 @@ class CheckpointManager:
             folder.require_own(path, found[0])
             return found
 
-        manifest, metadata = self._ranks.on_first(described)
-        resharded = manifest.ranks != self.ranks
-        templates: dict[str, tuple[str, Mapping[str, Any]]] = {}
-        expected: dict[str, Any] = {}
-        stored: dict[str, Stored] = {}
-        failed: Exception | None = None
-        try:
-            check_names(state)
-            for name, value in state.items():
-                prefix = self._prefix(name, value, rank=0 if resharded else self.rank)
-                below = stored_below(metadata, prefix)
-                stored |= {prefix + key: entry for key, entry in below.items()}
-                if hasattr(value, "prepare_load"):
-                    value.prepare_load(below)
-                templates[name] = (prefix, state_dict_of(name, value))
-                expected |= flatten(templates[name][1], prefix)
-        except Exception as error:
-            failed = error
-        if (failed := self._ranks.failed_anywhere(failed)) is not None:
-            return failed
-        everywhere = {key for keys in self._ranks.of_all(list(expected)) for key in keys}
-        mismatch: Exception | None = None
-        try:
-            compare(str(path), expected, stored, everywhere)
-        except CheckpointMismatch as error:
-            mismatch = error
-        self._ranks.raise_everywhere(mismatch)
-
-        reader = Reader(path, manifest, metadata)
-        tensors = {key: value for key, value in expected.items() if isinstance(stored[key], TensorStorageMetadata)}
-        # Plain data first, because objects compare it before a tensor of `state` is overwritten.
-        plain = self._read({key: value for key, value in expected.items() if key not in tensors}, reader)
-        for name, value in state.items():
-            if hasattr(value, "check_load"):
-                prefix = templates[name][0]
-                try:
-                    value.check_load({key.removeprefix(prefix): plain[key] for key in plain if key.startswith(prefix)})
-                except Exception as error:  # the object cannot load it; the checkpoint is intact
-                    failed = failed or error
-        if (failed := self._ranks.failed_anywhere(failed)) is not None:
-            return failed
-
-        loaded = {**plain, **self._read(tensors, reader)}
-        for name, value in state.items():
-            prefix, template = templates[name]
-            content = unflatten(template, loaded, prefix)
-            try:
-                if getattr(value, "per_rank", False) and resharded:
-                    value.load_from_other_ranks(content, self.rank, self.ranks)
-                elif is_stateful(value):
-                    value.load_state_dict(content)
-                else:
-                    value.update(content)
-            except Exception as error:  # the object cannot load it; the checkpoint is intact
-                failed = failed or error
-        return self._ranks.failed_anywhere(failed)
-
-    def _read(self, entries: dict[str, Any], reader: Reader) -> dict[str, Any]:
-        """Return `entries` with the stored values. Tensors are filled in place. A CheckpointError means that the
-        checkpoint is damaged; other errors do not."""
-        planner = LoadPlanner()
-        with plain_errors(unchanged=True):
-            dcp.load(
-                entries,
-                storage_reader=reader,
-                planner=planner,
-                process_group=self._ranks.group,
-                no_dist=self._ranks.group is None,
-            )
-        return {**entries, **planner.loaded}
-
-    def _flat(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        check_names(state)
-        flat: dict[str, Any] = {}
-        for name, value in state.items():
-            found = state_dict_of(name, value)
-            check_loadable(name, value, found)
-            flat |= flatten(found, self._prefix(name, value, self.rank))
-        return flat
-
-    @staticmethod
-    def _prefix(name: str, value: Any, rank: int) -> str:
-        return f"{name}.rank{rank}." if getattr(value, "per_rank", False) else f"{name}."
+        return restore(state, Reader(path, *self._ranks.on_first(described)), self._ranks)
 
     def _prepare(self, step: int | None) -> None:
         def prepare() -> None:
@@ -426,40 +341,13 @@ class CheckpointManager:
         started = time.monotonic()
         temporary = self._writers.on_first(begin)
         try:
-            unseeing = [rank for rank, sees in enumerate(self._writers.of_all(temporary.is_dir())) if not sees]
-            if unseeing:
-                raise probe.blind(unseeing, temporary)
-            with plain_errors():
-                dcp.save(
-                    {},
-                    storage_writer=Writer(temporary),
-                    planner=staged,
-                    process_group=self._writers.group,
-                    no_dist=self._writers.group is None,
-                )
-            manifest = Manifest(step, self.ranks, self._measure(temporary), run=self._identity)
+            manifest = write(staged, temporary, self._writers, step=step, run=self._identity)
             self._writers.on_first(commit)
         except BaseException:
             if self.rank == 0:
                 with suppress(OSError):
                     folder.discard([temporary])
             raise
-
-    def _measure(self, temporary: Path) -> dict[str, File]:
-        """Return the `File` of each file by name. Each rank computes the checksums of the files that it wrote."""
-        own: dict[str, File] | OSError
-        try:
-            own = {path.name: File.measure(path) for path in temporary.glob(f"__{self.rank}_*")}
-            if self.rank == 0:
-                own[METADATA] = File.measure(temporary / METADATA)
-        except OSError as error:
-            own = error
-        files: dict[str, File] = {}
-        for part in self._writers.of_all(own):
-            if isinstance(part, OSError):
-                raise part
-            files |= part
-        return files
 
     def _say(self, line: str) -> None:
         if self._progress is not None and self.rank == 0:

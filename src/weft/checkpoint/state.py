@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_map_only
 
 from weft.checkpoint.loading import SHOWN, CheckpointMismatch, Stored, shape_of
+from weft.checkpoint.staging import flatten
 from weft.comm.groups import exchange_objects
 from weft.fsdp.parameter import sharded_parameters
 from weft.mesh import parts_of
@@ -337,11 +338,23 @@ def _over_stages(model: nn.Module, groups: list[dict[str, str]]) -> list[dict[st
     ]
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raise ValueError if a name of an entry of the state contains a dot."""
-    for name in names:
-        if "." in name:
-            raise ValueError(f"the state's name {name!r} contains a dot: choose a name without one")
+def flat_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return what `rank` saves of `state`: the entries of all objects, by key in the checkpoint. Raises TypeError and
+    ValueError for objects that a load would refuse."""
+    flat: dict[str, Any] = {}
+    for name, value in state.items():
+        prefix, found = prefix_of(name, value, rank), state_dict_of(name, value)
+        check_loadable(name, value, found)
+        flat |= flatten(found, prefix)
+    return flat
+
+
+def prefix_of(name: str, value: Any, rank: int) -> str:
+    """Return what the keys of the object begin with in a checkpoint. `name`: its name in the state. `rank`: the rank
+    that saves it. Raises ValueError if `name` contains a dot."""
+    if "." in name:
+        raise ValueError(f"the state's name {name!r} contains a dot: choose a name without one")
+    return f"{name}.rank{rank}." if getattr(value, "per_rank", False) else f"{name}."
 
 
 def check_loadable(name: str, value: Any, state: Mapping[str, Any]) -> None:
