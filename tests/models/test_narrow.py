@@ -59,6 +59,12 @@ def test_projections_and_experts_are_quantized_and_the_ends_are_left_out():
     assert shared == [f"decoder.layers.0.mlp.shared_expert.{each}" for each in mlp], "the gate is left out"
 
 
+def test_a_second_choice_forgets_the_first():
+    model = HybridModel(CFG)
+    everything = chosen(model)
+    assert len(chosen(model, except_ends(2, 3))) < len(everything) == len(chosen(model))
+
+
 def test_ends_that_are_the_whole_model_are_refused():
     with pytest.raises(ValueError, match=r"except_ends\(4, 4\) of a model with 8 layers"):
         chosen(HybridModel(CFG), except_ends(4, 4))

@@ -283,6 +283,15 @@ def test_no_legend_lies_over_a_curve(draw):
         assert axes.get_legend() is None and not axes.get_window_extent().overlaps(legend.get_window_extent())
 
 
+def test_the_memory_of_several_ranks_has_a_color_for_each_kind_and_names_the_rank_of_each_bar():
+    groups = {f"rank {rank}, {kind}": {"weights": 4.0} for rank in range(3) for kind in ("at rest", "peak in a step")}
+    figure = figure_of(figures.memory(groups))
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert [label.get_text() for label in axes.get_yticklabels()] == [f"rank {n // 2}: weights" for n in range(6)]
+    assert [text.get_text() for text in legend.get_texts()] == ["at rest", "peak in a step"]
+    assert len({bar.get_facecolor() for bar in axes.patches}) == 2
+
+
 @pytest.mark.parametrize("draw", ["loss", "memory", "experts", "stages"])
 def test_no_label_is_cut_at_the_edge_of_its_picture(draw):
     curve = [(step, 1.0) for step in range(500)]

@@ -41,6 +41,8 @@ def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPre
             f"except_ends({ends.first}, {ends.last}) of a model with {counted(count, 'layer')} leaves none to "
             f"quantize; choose smaller numbers"
         )
+    for parameter in model.parameters():
+        vars(parameter).pop(_MARK, None)  # of an earlier call with other ends
     for number, block in _blocks(model):
         if ends.first <= number < count - ends.last:
             for weight in _weights(block):

@@ -178,7 +178,8 @@ def rate_and_norm(learning_rate: Curve, gradient_norm: Curve, resumed: Sequence[
 
 
 def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
-    """Draw memory, one bar per role and one color per group. `groups`: the result of `memory_groups`."""
+    """Draw memory, one bar per role of each rank, in one color at rest and another at the peak of a step. `groups`: the
+    result of `memory_groups`."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
@@ -188,15 +189,18 @@ def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
         largest = max((v for roles in groups.values() for v in roles.values()), default=0) or 1
         power = min(3, int(math.log(max(largest, 1), 1024)))
         unit = 1024**power
-        colors = (theme.blue, theme.orange, theme.green, theme.violet) * len(groups)
-        for (group, roles), color in zip(groups.items(), colors):
+        kinds: dict[str, str] = {}
+        for group, roles in groups.items():
+            rank, _, kind = group.rpartition(", ")  # "rank 0, at rest"
+            label = "" if kind in kinds else kind
+            color = kinds.setdefault(kind, theme.orange if kinds else theme.blue)
             places = np.arange(len(labels), len(labels) + len(roles))
             values = list(roles.values())
-            axes.barh(places, [value / unit for value in values], height=0.62, color=color, label=group)
+            axes.barh(places, [value / unit for value in values], height=0.62, color=color, label=label)
             for place, value in zip(places.tolist(), values):
                 end = (value + largest * 0.012) / unit
                 axes.text(end, place, format_bytes(value), va="center", color=theme.quiet)
-            labels += [role.replace("_", " ") for role in roles]
+            labels += [f"{rank + ': ' if rank else ''}{role.replace('_', ' ')}" for role in roles]
         axes.set_yticks(range(len(labels)), labels)
         axes.tick_params(axis="y", labelcolor=theme.ink, length=0)
         # The first bar on top, and room for at least five bars, so that one or two do not fill the picture.
@@ -204,11 +208,10 @@ def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
         axes.set_xlim(0, largest / unit * 1.32)
         axes.set_xlabel(("bytes", "KiB", "MiB", "GiB")[power])
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-        if len(groups) > 1:
+        if len(kinds) > 1:
             figure.legend(loc="outside lower left", ncols=2, labelcolor=theme.quiet)
         # The ranks of a pipeline have bars of their own. The picture grows, so that labels do not overlap.
-        needed = 1.25 + 0.19 * len(labels) + 0.21 * math.ceil(len(groups) / 2)
-        figure.set_figheight(max(figure.get_figheight(), needed))
+        figure.set_figheight(max(figure.get_figheight(), 1.46 + 0.19 * len(labels)))
 
     return draw
 
