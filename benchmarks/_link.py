@@ -20,8 +20,8 @@ import torch.distributed as dist
 SUBNET = "10.231.77"
 CLONE_NEWNET = 0x40000000
 BURST_SECONDS = 0.002
-"""The burst that an idle link may send at once, in seconds at its rate. It is short compared with a transfer, because
-otherwise pauses would make later transfers faster."""
+"""The burst that an idle link may send at once, in seconds at its rate. It is short compared with a transfer, so that
+pauses do not make later transfers faster."""
 
 
 @contextmanager

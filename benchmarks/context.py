@@ -3,9 +3,11 @@
     weft bench context --ranks 2 -- --link 800mbit     # as root: a network of limited bandwidth between the ranks
     weft bench context --ranks 2                       # loopback: transfers cost little, so hiding them gains little
 
-Each model has four layers of one mixer. Attention `*` is measured twice: with gathered keys and values, and with
-exchanged heads. Each row is divided over all ranks. A step is forward and backward of one batch. A transfer counts as
-hidden while this rank computes and does not wait for any communication.
+Each model has four layers of one mixer, such as attention (`*`) or Mamba-2 (`M`). Attention is measured twice: with
+gathered keys and values, and with exchanged heads. Each row is divided over all ranks. A step is forward and backward
+of one batch.
+
+A transfer counts as hidden while this rank computes and does not wait for any communication.
 """
 
 import statistics

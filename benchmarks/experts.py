@@ -1,4 +1,4 @@
-"""Expert parallelism: the combined schedule, the same nodes one after another, and plain forward and backward.
+"""Expert parallelism: schedules that overlap the exchange of tokens, compared with plain forward and backward.
 
     weft bench experts --ranks 2 -- --link 800mbit      # as root: a network of limited rate between the ranks
     weft bench experts --ranks 2                        # loopback: the exchange costs little, so hiding it gains little
@@ -7,14 +7,19 @@
     weft bench experts --ranks 2 -- --link 800mbit --skew --routing runs/stdlib-moe --picture skew.png
 
 The model has four layers of attention and eight experts, two per token. The experts are spread over all ranks, and
-everything is sharded (ZeRO-3). A step is forward and backward of all microbatches. An exchange counts as hidden while
-this rank computes, and as exposed while it waits for communication of any kind. `--routing` draws the experts of each
-token from a distribution, which is the same for all variants. `--skew` measures uniform routing, then Zipf
-distributions with growing exponents, and `--routing` too if it is given.
+everything is sharded (ZeRO-3). A step is forward and backward of all microbatches. "combined" and "paired" are the
+schedules of `weft.overlap.forward_backward`. "unpaired nodes" runs the parts of each layer (its nodes) one after
+another, without overlap; "plain" is the model's own forward and backward.
+
+An exchange counts as hidden while this rank computes, and as exposed while it waits for communication of any kind.
+
+    --routing    draw the experts of each token from a distribution, the same for all variants
+    --skew       measure uniform routing, then Zipf distributions with growing exponents, then --routing if given
+    --device     matrix products take as long as on a device of this rate in GFLOP/s, and leave the cores to the
+                 network during that time (benchmarks/_device.py)
 
 Sending and receiving take CPU time, which no schedule hides. "core s" is the CPU time of a step on rank 0. With one
-core per rank, no step is shorter than this time. With `--device`, matrix products take as long as on a device of this
-rate in GFLOP/s, and leave the cores to the network during that time (`benchmarks/_device.py`).
+core per rank, no step is shorter than this time.
 """
 
 import argparse
@@ -86,8 +91,11 @@ SIDES: dict[str, Callable[[HybridModel, list], object]] = {
 
 
 class Recorded(NamedTuple):
-    """Measurements of one more step on this rank. `processor`: its CPU time in seconds, over all threads. `lanes`: for
-    each lane, the seconds in which it was busy, and the hidden fraction (0 to 1) of this time."""
+    """Measurements of one more step on this rank.
+
+    `processor`: its CPU time in seconds, over all threads. `lanes`: for each lane, the seconds in which it was busy,
+    and the hidden fraction (0 to 1) of this time.
+    """
 
     processor: float
     lanes: dict[str, tuple[float, float]]

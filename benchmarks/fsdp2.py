@@ -6,9 +6,12 @@
 The model communicates much and computes little: eight MLP blocks with 67 M parameters in total, 128 rows per rank. A
 step is forward, backward and AdamW. The variants alternate within each round, so that a slow phase of the machine
 affects all of them. The time of a round is that of the slowest rank; a variant's figure is the median over rounds.
-There are three lower bounds. The first is the computation without communication. The second is the gathers and
-reductions of ZeRO-3 without computation. The third is the CPU time of both on all ranks, divided by the number of cores
-that the ranks use. Overlap cannot reduce the third.
+
+The lower bounds are
+
+- the computation without communication
+- the gathers and reductions of ZeRO-3 without computation
+- the CPU time of both on all ranks, divided by the number of cores that the ranks use; overlap cannot reduce it
 """
 
 import os

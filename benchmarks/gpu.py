@@ -1,14 +1,14 @@
-"""weft compared with torch FSDP2 and DDP on one GPU: host time per unit, launches, steps, memory, overlap of lanes.
+"""weft compared with torch FSDP2 and DDP on one GPU: host time per unit, launches, steps, memory, overlap.
 
 weft bench gpu --ranks 1
 weft bench gpu --ranks 2                        # real ranks that share the GPU
 WEFT_REHEARSE=1 weft bench gpu --ranks 1        # tiny sizes on the CPU: shows that it runs, not how fast
 
-ranks    host time, lanes                              launches, memory and time of a step
+ranks    host time, overlap of gathers and reductions  launches, memory and time of a step
 -------  --------------------------------------------  ---------------------------------------------------------
 1        a fake process group of eight ranks: units    over NCCL, without other ranks
-         are gathered and reduced without transfers,
-         and lanes copy the data that would arrive
+         are gathered and reduced without transfers.
+         For the overlap, copies replace transfers
 several  -                                             over gloo, which copies through the host, because NCCL
                                                        needs a GPU for each rank. Sharding, messages and waits
                                                        are real; the times are not those of a network

@@ -2,10 +2,11 @@
 
     weft bench groups --ranks 2
 
-Both models have the same weights, are fully sharded (ZeRO-3), spread experts over all ranks, and run under the combined
-schedule. A step is forward and backward of all microbatches. The losses of both are compared before the measurement.
-The CPU time of a step is printed too, because it varies less on a machine that runs other programs. Finally, two
-patterns with the same symbols in different groups are compared.
+The layers are attention (`*`) and experts (`E`). Both models have the same weights and losses, are fully sharded
+(ZeRO-3), spread experts over all ranks, and run under the combined schedule. A step is forward and backward of all
+microbatches. The CPU time of a step is printed too, because it varies less on a machine that runs other programs.
+
+Finally, two patterns with the same symbols in different groups are compared.
 """
 
 import statistics

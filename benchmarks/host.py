@@ -5,11 +5,11 @@
 A step is only forward and backward, and the time of the same layers without sharding is subtracted. Times are CPU time
 of the process, so they do not include the time of other processes.
 
+The benchmark also counts the calls of Python functions in the files of each library, during a steady step of three
+layers and a root. This number does not depend on the machine.
+
 The last line is about graphs. It shows the host time of one replayed scope (a captured part of a model), forward and
 backward, without its kernels, and the number of operators that an eager call of the scope launches.
-
-The benchmark also counts the Python functions, in the files of each library, that a steady step of three layers and a
-root calls. This number does not depend on the machine.
 """
 
 import os

@@ -2,10 +2,10 @@
 
     weft bench lanes --ranks 2 -- --link 4gbit --picture lanes.png      # as root: a link between the ranks
 
-Prints the seconds per step in which each lane is busy, and the seconds in which both are. Also prints the share of the
-reductions' time during which a gather runs too. One communicator runs its operations one after another, so with a
-single communicator this share is 0. The ratio in the last line shows how a second communicator changes the time of a
-step.
+Prints the seconds per step in which a gather runs, in which a reduction runs, and in which both run. "both / reduce" is
+the share of the reductions' time during which a gather runs too. With one communicator this share is 0, because a
+communicator runs its operations one after another. The last line is the time of a step with two communicators, relative
+to one.
 """
 
 import argparse

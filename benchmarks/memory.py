@@ -4,11 +4,13 @@
     weft bench memory --ranks 4        # HSDP as well
 
 The model has eight MLP blocks in fp32, one unit each, and AdamW. It processes few rows, so that activations, which are
-the same on both sides, are small. "peak total" is the maximum that is allocated at once since the construction of the
-model. "peak transient" is the maximum in a later step, minus the weights and optimizer state that are always allocated.
-Both include gathered weights, all gradients, weft's planned slabs and activations, but not gloo's own allocations.
-The unsharded model is included for comparison. weft's bytes are the same in every run; FSDP2's depend on when gloo's
-threads release buffers.
+the same on both sides, are small. The unsharded model is included for comparison.
+
+"peak total" is the maximum that is allocated at once since the construction of the model. "peak transient" is the
+maximum in a later step, minus the weights and optimizer state that are always allocated. Both include gathered weights,
+all gradients, activations and weft's slabs (the memory that it plans in advance), but not gloo's own allocations.
+
+weft's bytes are the same in every run; FSDP2's depend on when gloo's threads release buffers.
 """
 
 import argparse

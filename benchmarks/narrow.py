@@ -2,9 +2,9 @@
 
     weft bench narrow --ranks 2 -- --link 400mbit      # as root
 
-The model has four MLP blocks of 8.4 M parameters, with ZeRO-3. A step has four microbatches, so that gathers dominate:
-gradients are reduced once, in bf16. With two ranks at 400 mbit, the gathers of a step take 5.4 s in bf16, and the
-reduction takes 0.7 s. Bytes, memory and the CPU time of a rank are measured in the same run.
+The model has four MLP blocks of 8.4 M parameters, with ZeRO-3. Gathers dominate, because gradients are reduced only
+once in a step of four microbatches, in bf16. With two ranks at 400 mbit, the gathers of a step take 5.4 s in bf16, and
+the reduction takes 0.7 s. Bytes, memory and the CPU time of a rank are measured too.
 """
 
 import statistics

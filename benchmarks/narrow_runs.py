@@ -4,9 +4,11 @@
 
 One process trains a small model of four layers on the source text of the standard library, with the optimizer of
 `configs/stdlib.toml`, and prints the validation loss after the last step. Each seed has different initial weights and a
-different order of the data. At the end it prints the mean difference from bf16 at the same seed, its standard error,
-and the number of runs that are worse than the worst run in bf16. It also prints the error of the format alone: the
-relative root mean square error of the last run's weight matrices, as mean, minimum and maximum over the matrices.
+different order of the data.
+
+At the end, for each precision, it prints the mean difference from bf16 at the same seed, its standard error, and the
+number of runs that are worse than the worst run in bf16. It also prints the error of the format alone: the relative
+root mean square error of the last run's weight matrices, as mean, minimum and maximum over the matrices.
 """
 
 import argparse

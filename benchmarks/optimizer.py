@@ -3,8 +3,8 @@
     weft bench optimizer --ranks 2
 
 The model has 50 units of ten linear layers each, 0.5 M parameters in total, so that only the handling of tensors costs
-time. A step clips the norm of the whole model and runs AdamW. The gradients are set beforehand and are the same for all
-variants. FSDP2 is measured with fused and with foreach AdamW. weft's target is 0.3 of the time of the faster one.
+time. A step clips the norm of the whole model and runs AdamW, with the same gradients in all variants. FSDP2 is
+measured with fused and with foreach AdamW. weft's target is 0.3 of the time of the faster one.
 """
 
 from collections.abc import Callable

@@ -9,9 +9,11 @@ layers. The experts of a layer are spread over all ranks that have this layer. A
 microbatches. Nothing is sharded or reduced, so only the order of operations differs. torch's schedules run the same
 layers, whose experts exchange tokens inside of their forward and backward.
 
-"Idle" is the share of a step in which a rank neither computes nor waits for an exchange inside a computation. "Exposed"
-is the share in which it waits for an exchange. "Hidden" is the share of the exchange that overlaps with computation.
-All three are means over ranks in one additional step.
+For one additional step, as means over ranks:
+
+    idle       the share of the step in which a rank neither computes nor waits for an exchange inside a computation
+    exposed    the share of the step in which a rank waits for an exchange
+    hidden     the share of the exchange that overlaps with computation
 """
 
 import argparse

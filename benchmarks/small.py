@@ -58,8 +58,8 @@ def sweep(rounds: int, times: int) -> None:
 
 
 def matrix(width: int) -> nn.Linear:
-    """Return a layer that preserves the scale of its input. torch's default initial weights shrink it. After 128
-    layers, the values would be denormal numbers, which make arithmetic several times slower."""
+    """Return a layer that preserves the scale of its input. With torch's default initial weights, values would be
+    denormal after 128 layers, which makes arithmetic several times slower."""
     layer = nn.Linear(width, width, bias=False)
     nn.init.normal_(layer.weight, std=width**-0.5)
     return layer

@@ -4,9 +4,10 @@
 
 A mutation is applied to a copy of `src` in a temporary folder, and its test runs against that copy in a separate
 process. Before that, all named tests must pass against an unchanged copy. With `--after-tests`, for a checkout whose
-tests have just passed, only one named test of each file must pass. The exit code is 1 if one of these tests fails, if a
-mutant survives, if a mutant's test does not end within the time limit, or if the text to replace does not occur exactly
-once in the source.
+tests have just passed, only one named test of each file must pass.
+
+The exit code is 1 if one of these tests fails, if a mutant survives, if a mutant's test does not end within the time
+limit, or if the text to replace does not occur exactly once in the source.
 
 | to                                       | look into                 |
 |------------------------------------------|---------------------------|

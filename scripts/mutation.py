@@ -8,12 +8,12 @@ difference. `old` must occur in `where` exactly once, as one of these:
 
 | old                                | what it is                                                                     |
 |------------------------------------|--------------------------------------------------------------------------------|
-| `self.decay > 0`                   | an expression, where `new` is one too                                          |
-| `first, second`                    | likewise; or neighbors among more elements of a tuple, or arguments of a call  |
+| `self.decay > 0`                   | an expression, if `new` is one too                                             |
+| `first, second`                    | a tuple, or neighbors in a longer tuple or among the arguments of a call       |
 | `unit.free()`                      | a statement, or several that follow each other; an empty `new` deletes them    |
-| `halves=self.halves`               | an assignment, or an argument of a call with its name                          |
-| `if skipped: ...`                  | a statement with any body, which is `...` in `new`                             |
-| `class Mode(threading.local): ...` | likewise a class or function with bases, decorators and defaults; `try`        |
+| `halves=self.halves`               | an assignment, or a keyword argument of a call                                 |
+| `if skipped: ...`                  | a statement with any body; `...` in `new` stands for the same body             |
+| `class Mode(threading.local): ...` | a class or function with its bases, decorators and defaults, and any body      |
 """
 
 import ast

@@ -3,7 +3,7 @@ pages.
 
 README.md is the front page. CHANGELOG.md, CONTRIBUTING.md, SECURITY.md, and the files in examples/ and configs/ become
 pages too. In the sources, links name files of the repository, relative to the page. The hooks convert them to links to
-pages of the site. A warning fails the build, because the build is strict.
+pages of the site. A warning fails the build.
 """
 
 import importlib.util
@@ -106,8 +106,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_post_build(config: Any) -> None:
-    """Also write the search index as a script. A page that is opened from a folder cannot read the JSON file, and the
-    theme's script would stop at this failure."""
+    """Also write the search index as a script: a page that is opened from a folder cannot read the JSON file."""
     index = Path(config["site_dir"], "search", "search_index.json").read_text()
     Path(config["site_dir"], "search", "search_index.js").write_text(f"var __index = {index}")
 

@@ -1,6 +1,6 @@
 """Runs tests against copies of the source. A trial runs tests against one copy, in a process forked from this one.
 
-this process        has imported torch and all else that weft imports, but not weft; has computed nothing, has no thread
+this process        has imported all that weft imports, but not weft; has computed nothing, and has no other thread
   a trial           imports the copy of weft, and runs pytest with one test or several
     its ranks       forked from the trial (tests/pool.py): nothing is imported again
 """

@@ -47,8 +47,8 @@ def config(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run forward, backward and clipping of a small copy of a configuration twice: first on one rank, then on `--ranks`
-    ranks (or fewer), which are threads of this process. Print the differences between the two results.
+    """Run forward, backward and clipping of a small copy of a configuration on one rank, and on `--ranks` ranks (or
+    fewer), which are threads of this process. Print the differences between the results.
 
     Returns 1 if there are differences. Raises ValueError for an invalid number of ranks or invalid settings.
     """
@@ -142,8 +142,8 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Convert a model to or from the format of Hugging Face. A directory of Hugging Face files becomes a directory in
-    weft's own format. A directory in weft's own format, a run or a checkpoint becomes Hugging Face files."""
+    """Convert a directory of Hugging Face files to weft's own format, or a directory in weft's own format, a run or a
+    checkpoint to Hugging Face files."""
     from weft.models import HybridModel, hf
     from weft.train.source import Source
 

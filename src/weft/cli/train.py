@@ -17,8 +17,7 @@ EXAMPLE = Path(__file__).parents[1] / "train" / "example.toml"
 def start(options: argparse.Namespace) -> int:
     """Start the ranks, and return the exit code when the training has ended.
 
-    If a launcher has started this process as one of the ranks, train as that rank instead. The process then exits with
-    the exit code of the rank, and this function does not return.
+    If a launcher has started this process as one of the ranks, train as that rank instead, and exit with its exit code.
     """
     from weft.train.config import ConfigError, load_config
     from weft.train.run.launch import launch
@@ -118,8 +117,9 @@ def _check_ranks(options: argparse.Namespace, place: "Place | None") -> None:
 
 
 def _check_weights(options: argparse.Namespace, config_path: str) -> None:
-    """Add `--from` to the overrides. Raise ConfigError if weights are given for a run that resumes. With
-    `--resume-or-start`, weights are allowed, because the run may start anew."""
+    """Add `--from` to the overrides. Raise ConfigError if weights are given for a run that resumes.
+
+    With `--resume-or-start`, weights are allowed, because the run may start anew."""
     from weft.train.config import ConfigError, load_config
 
     if options.weights is not None:
@@ -158,9 +158,9 @@ def _local_devices() -> int:
 def _command(options: argparse.Namespace, *, configured: bool = True) -> str:
     """Return the command line that resumes this run, but without --resume, which `resuming` adds.
 
-    If `configured` is False, the command line names no configuration and no settings, so that it resumes any run with
-    the run's own configuration. --from is left out, because only new runs load weights. --trust is left out too.
-    Under torchrun, the command line starts with torchrun.
+    --from is left out, because only new runs load weights. --trust is left out too. Under torchrun, the command line
+    starts with torchrun. `configured`: False leaves out the configuration and all settings, so that the command line
+    resumes any run with the run's own configuration.
     """
     from weft.train.run.world import torchrun_of
 

@@ -1,8 +1,4 @@
-"""Measures the activation memory of a step, on any device.
-
-Memory that an operation allocates counts until nothing refers to it anymore. Memory that is still in use at the end of
-the step, such as gradients and buffers, is not an activation and does not count.
-"""
+"""Measures the activation memory of a step, on any device."""
 
 import weakref
 from typing import Any
@@ -15,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 class Activations(TorchDispatchMode):
     """Measures the peak of the memory that operations allocate inside the `with` block and free before the block ends.
 
-    This memory holds activations, their gradients and temporary tensors. Gathered weights do not count, because their
-    buffers exist before the block.
+    This memory holds activations, their gradients and temporary tensors. Gradients of weights do not count, because
+    they still exist at the end. Gathered weights do not count, because their buffers exist before the block.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,11 @@
 """Rules for the persistent buffers of your own model, such as the running statistics of BatchNorm.
 
     "broadcast"   after each step all ranks take the buffers of rank 0
-    "mean"        after each step all ranks take the mean, but take buffers without a floating-point dtype from rank 0
+    "mean"        after each step all ranks take the mean, or rank 0's value if the dtype is not a floating-point dtype
     "own"         each rank keeps its own buffers, and a checkpoint holds the buffers of every rank
 
-With "broadcast" and "mean", these buffers are equal on all ranks after a step, so validation and checkpoints do not
-depend on the rank. These rules apply after every step, not only before a save, so that a resumed run equals an
-uninterrupted one. Sharded buffers (DTensors) follow none of the rules.
+"broadcast" and "mean" apply after every step, not only before a save, so that a resumed run equals an uninterrupted
+one. Sharded buffers (DTensors) follow none of the rules.
 """
 
 from collections import defaultdict
@@ -88,8 +87,9 @@ class Buffers:
 
     def prepare_load(self, stored: Mapping[str, Any]) -> None:
         """Record whether the checkpoint holds the buffers of every rank. `stored`: the entries for these buffers.
-        Without entries, `load_state_dict` does nothing: every rank keeps the buffers that were loaded with the
-        model."""
+
+        Without entries, every rank keeps the buffers that were loaded with the model.
+        """
         self._are_absent = not stored
 
     def state_dict(self) -> dict[str, Any]:

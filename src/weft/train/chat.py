@@ -1,9 +1,10 @@
 """Conversations as text: the chat template of a published tokenizer, and the text that the assistant writes.
 
-A template is written in Jinja. It is the file `chat_template.jinja`, or `chat_template` in tokenizer_config.json. Text
-between {% generation %} and {% endgeneration %} counts as written by the assistant. For a template without these tags,
-a conversation is rendered twice for each message of the assistant. The first rendering stops before the message, and
-ends with the generation prompt. The second ends with the message. The text that the second adds is the assistant's.
+A template is written in Jinja. It is the file `chat_template.jinja`, or `chat_template` in tokenizer_config.json.
+
+Text between {% generation %} and {% endgeneration %} counts as written by the assistant. For a template without these
+tags, a conversation is rendered twice for each message of the assistant: up to the generation prompt before the
+message, and up to the end of the message. The text that the second rendering adds is the assistant's.
 """
 
 import json
@@ -63,9 +64,9 @@ class ChatTemplate:
     def spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text, and the ranges (begin, end) of the characters that the assistant writes.
 
-        Raises ConfigError if the template rejects the messages. For a template without {% generation %}, also raises
-        ConfigError in two cases: a message is rendered differently when other messages follow, or a rendered answer
-        does not begin with the generation prompt.
+        Raises ConfigError if the template rejects the messages. A template without {% generation %} must render a
+        message alike with and without later messages, and must begin each answer with the generation prompt; otherwise
+        raises ConfigError too.
         """
         if self.marks:
             return _unmarked(self._marked(messages, False))

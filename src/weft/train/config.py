@@ -211,9 +211,12 @@ class TrainConfig:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a configuration from a TOML file. `overrides` such as "train.steps=20" take precedence over the file.
 
-    The value of an override is written as in TOML, but text needs no quotes ("run.name=first"). If an override of
-    `train.steps` is too low for the file's `schedule.warmup_steps`, unsets the warmup steps, and says so in `notes` of
-    the result. Raises ConfigError for a file that cannot be read, and for unknown or invalid settings.
+    The value of an override is written as in TOML, but text needs no quotes ("run.name=first").
+
+    If an override of `train.steps` is too low for the file's `schedule.warmup_steps`, unsets the warmup steps, and says
+    so in `notes` of the result.
+
+    Raises ConfigError for a file that cannot be read, and for unknown or invalid settings.
     """
     try:
         text = read_bounded(path, _LARGEST).decode("utf-8-sig")  # some editors put a byte order mark first
@@ -324,8 +327,9 @@ def _build(section_class: Any, values: Mapping[str, Any], section: str) -> Any:
 
 
 def _unknown(section: str, name: str | None) -> str:
-    """Return the message for an unknown setting, or for an unknown section if `name` is None. The message suggests a
-    similar name. If there is none, the message lists the known names."""
+    """Return the message for an unknown setting, or for an unknown section if `name` is None.
+
+    The message suggests a similar name. If there is none, it lists the known names."""
     every = {s: [f.name for f in dataclasses.fields(c) if f.init] for s, c in SECTIONS.items()}
     word, known, shown = (section, list(every), "[{}]") if name is None else (name, every[section], section + ".{}")
     homes = [f"{s}.{word}" for s, names in every.items() if word in names]

@@ -45,11 +45,11 @@ _WITH_EFFECT = (
 
 
 def move(microbatch: Any, device: torch.device) -> Any:
-    """Return the microbatch with its tensors on the device, even if nested in dataclasses, in a `UserDict`, or in
-    containers that torch's pytree knows, such as lists, tuples and dicts.
+    """Return the microbatch with its tensors on the device.
 
-    A mapping or tuple with a method `to`, such as a tokenizer's batch or a packed sequence, is moved by this method.
-    Tensors in other objects are not moved.
+    Tensors may be nested in dataclasses, in a `UserDict`, or in containers that torch's pytree knows, such as lists,
+    tuples and dicts. Tensors in other objects are not moved. A mapping or tuple with a method `to`, such as a
+    tokenizer's batch or a packed sequence, is moved by this method.
     """
     return tree_map(partial(_moved, device=device), microbatch, is_leaf=_moves_itself)
 
@@ -74,12 +74,12 @@ def _moved(leaf: Any, device: torch.device) -> Any:
 @torch.no_grad()
 def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dict[str, float]:
     """Return, by name, `task.validation_values` of the validation loss, and the numbers that your loss returns.
+    Return {} if there is no validation set. Collective.
 
     The loss is the mean over the microbatches of all ranks, weighted by `task.validation_weights`. The numbers are
     means without weights.
 
-    Collective. Returns {} if there is no validation set. `moved`: a function that tells the watchdog that this rank
-    makes progress. It is called before each call of `task.validation_losses`.
+    `moved`: tells the watchdog that this rank makes progress. Called before each call of `task.validation_losses`.
     """
     numbers = OwnNumbers(device)
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0

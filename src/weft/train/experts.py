@@ -11,8 +11,8 @@ from weft.moe import exchanged_rows, expert_layers, load_statistics, router_loss
 class ExpertBalance:
     """Counts how often each expert is chosen, summed over the ranks of `mesh`, and balances these loads with biases.
 
-    The model may have no expert layers. `bias_rate`: in routers with `expert_bias`, each step adds this number to the
-    bias of experts with less than the mean load, and subtracts it from the bias of experts with more.
+    `bias_rate`: in routers with `expert_bias`, each step adds this number to the bias of experts with less than the
+    mean load, and subtracts it from the bias of experts with more.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, bias_rate: float) -> None:

@@ -57,14 +57,16 @@ from weft.words import counted
 class Trainer:
     """The training loop of one rank. Needs an initialized default process group.
 
-    The constructor checks the configuration, and raises ConfigError if it is invalid. If the run resumes, the
-    constructor also loads the checkpoint. The method `run` then trains.
+    The constructor checks the configuration and, if the run resumes, loads the checkpoint. The method `run` then
+    trains.
 
     - `task`: model, data and loss. Default: the task of the configuration.
     - `optimizer`: a function that takes the sharded model and returns its optimizer. Default: the optimizer of the
       configuration's table [optimizer].
     - `command`: the command line without `--resume`, for messages that say how to resume. None in a script.
     - `memory`: a folder in host memory for copies of the training state. Required if `checkpoint.memory_every` is set.
+
+    Raises ConfigError for an invalid configuration.
     """
 
     def __init__(
@@ -191,9 +193,10 @@ class Trainer:
         """Train until the run is complete, or until any rank is asked to stop. All ranks then stop after the same step.
 
         Returns whether the run is complete: at its last step, or ended by `train.stop_after`. Whether complete or not,
-        the last step that ran is in a committed checkpoint. Raises RuntimeError if the loss or the gradient norm is not
-        finite in a step that is not skipped as a spike. Raises Interrupted if a rank is asked to stop before the first
-        step.
+        the last step that ran is in a committed checkpoint.
+
+        Raises RuntimeError if the loss or the gradient norm is not finite in a step that is not skipped as a spike.
+        Raises Interrupted if a rank is asked to stop before the first step.
         """
         try:
             return self._run()

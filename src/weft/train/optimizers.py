@@ -83,13 +83,13 @@ def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
 
 def configured_options(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None) -> list[dict[str, Any]]:
     """Return, for each parameter group, the options that a resumed run takes from the newly built `optimizer`, not
-    from the checkpoint:
+    from the checkpoint.
 
-    - All options, if [optimizer] names a class of torch.optim or "Muon".
-    - Options of [optimizer] and arguments of the class, if [optimizer] names the class by its path. A group may then
-      also hold state, such as a count of steps, which comes from the checkpoint.
-    - Only the learning rate, if `config` is None: your own code built the optimizer, and may have changed other options
-      during the run.
+    - [optimizer] names a class of torch.optim or "Muon": all options.
+    - [optimizer] names a class by its path: options of [optimizer] and arguments of the class. Other entries of a group
+      may be state, such as a count of steps, and come from the checkpoint.
+    - `config` is None, because your own code built the optimizer: only the learning rate. Your code may have changed
+      other options during the run.
     """
     known: Collection[str] | None = None
     if config is None:
@@ -107,8 +107,7 @@ def configured_options(optimizer: torch.optim.Optimizer, config: OptimizerConfig
 
 def check_loaded_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None) -> None:
     """Raise ConfigError if options of [optimizer], such as amsgrad, need state that was not loaded into `optimizer`.
-    Checks only the classes in `ELEMENT_WISE`. To find the needed state, steps a new optimizer of a parameter with one
-    element."""
+    Checks only the classes in `ELEMENT_WISE`."""
     loaded = next(((parameter, state) for parameter, state in optimizer.state.items() if state), None)
     if loaded is None or config is None or config.name not in ELEMENT_WISE:
         return

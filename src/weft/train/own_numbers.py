@@ -38,11 +38,8 @@ class OwnNumbers:
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def marks(self) -> list[float]:
-        """Return three hash values of the names, each followed by its square.
-
-        Sum them over all ranks and pass the sums to `means`, which uses them to check that all ranks
-        have the same names.
-        """
+        """Return three hash values of the names, each followed by its square. From their sums over all ranks, `means`
+        finds whether all ranks have the same names."""
         digest = hashlib.sha256("\0".join(sorted(self._totals)).encode()).digest()
         width = _MARK_BITS // 8
         parts = [int.from_bytes(digest[start : start + width], "little") for start in range(0, 3 * width, width)]

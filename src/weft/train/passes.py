@@ -24,9 +24,9 @@ from weft.train.task.task import Task
 class Passes:
     """The forward and backward passes of one rank.
 
-    The first call of `run` also measures activation memory, unless `train.compile` is set. With `train.peak_tflops`,
-    this call also counts operations. With `train.overlap` or a pipeline, the call for the last step of training records
-    a timeline.
+    The first call of `run` also measures activation memory (unless `train.compile` is set) and, with
+    `train.peak_tflops`, counts operations. With `train.overlap` or a pipeline, the call for the last step of training
+    records a timeline.
     """
 
     def __init__(

@@ -31,8 +31,7 @@ class Saves:
     collective.
 
     `folder`: the folder of the checkpoints. `memory`: the folder of the copies; None: no copies. `state`: a function
-    that returns the state to save. Raises ConfigError if `checkpoint.memory_every` asks for copies and `memory` is
-    None.
+    that returns the state to save. Raises ConfigError if `checkpoint.memory_every` is set and `memory` is None.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Saves:
         """Fill `state` from the copy in memory or from the newest intact checkpoint. Return the step that was loaded.
 
         The copy is loaded if it is intact and newer than every checkpoint on disk, damaged ones included. Otherwise the
-        copy is removed, because the run cannot overwrite the copy if it reaches the same step again.
+        copy is removed: when the run reaches that step again, it could not overwrite the copy.
         """
         newest = self.checkpoints.latest() or 0
         copied = self.copies.latest() or 0 if self.copies is not None else 0
@@ -128,8 +127,8 @@ class Saves:
     def copy(self, step: int) -> None:
         """Copy the state to memory if a copy is due at `step`.
 
-        If the background thread cannot write the copy, the run prints a line later and continues. An error before the
-        thread starts is raised.
+        A background thread writes the copy. If this fails, the run prints a line later and continues. An error before
+        the thread starts is raised.
         """
         every = self._config.memory_every
         if self.copies is None or step % every:

@@ -8,8 +8,7 @@ from weft.train.config import ScheduleConfig
 class Schedule:
     """Sets the learning rate of each parameter group, in each step, to `config.factor` times the group's initial rate.
 
-    The factor depends only on the configuration and the step, so a run that resumes with a changed [schedule] follows
-    the changed section.
+    The factor depends only on the configuration and the step, so a run can resume with a changed [schedule].
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int) -> None:

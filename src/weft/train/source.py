@@ -27,10 +27,10 @@ from weft.train.tokenizer import Tokenizer, load_tokenizer
 class Source:
     """Weights on disk, with the configuration and the tokenizer that belong to them.
 
-    `path`: a run, a checkpoint of a run, or a model directory. Raises ConfigError for any other path. For a run, `load`
-    uses the newest checkpoint that is intact at the time of the call. `say`: called on the first rank with a line about
-    each damaged checkpoint that is skipped. `ignored`: fields of config.json to ignore (see `hf.config_of`); only for
-    a model directory.
+    - `path`: a run, a checkpoint of a run, or a model directory. Raises ConfigError for any other path. For a run,
+      `load` uses the newest intact checkpoint.
+    - `say`: called on the first rank with a line about each damaged checkpoint that is skipped.
+    - `ignored`: fields of config.json to ignore (see `hf.config_of`); only for a model directory.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class Source:
         """Generate continuations of `prompts`, each a text or a list of tokens. Yield pairs: the index of a prompt, and
         the next part of the text of its continuation.
 
-        If the source is a model directory, the special tokens with which the tokenizer begins a text are prepended. If
-        the source is a run, no special tokens are added, as in training. A list of tokens is used unchanged.
+        With a model directory, the special tokens with which the tokenizer begins a text are prepended to texts. With a
+        run, no special tokens are added, as in training. Lists of tokens are used unchanged.
 
         `options`: `tokens`, `seed` and `choices` of `weft.train.texts.continuation_texts`. Raises ConfigError for an
         empty text, or for a text with tokens that the model does not have.

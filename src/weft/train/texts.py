@@ -33,10 +33,11 @@ def continuation_texts(
     """Generate continuations of `prompts`, each a list of tokens. Yield pairs: the index of a prompt, and the next part
     of the text of its continuation.
 
-    A continuation has at most `tokens` tokens, and ends earlier at an end token of `generation`. `seed`: seeds the
-    random choices. `choices`: fields of `Sampling`. They replace fields of `generation.sampling`, or fields of
-    `DEFAULTS` if `generation` has no sampling. `vocab_size`: the vocabulary size of the model. Even if it is larger
-    than the tokenizer's, only tokens of the tokenizer and end tokens are drawn.
+    - `tokens`: the maximum length of a continuation, which ends earlier at an end token of `generation`.
+    - `seed`: seeds the random choices.
+    - `choices`: fields of `Sampling`. They replace fields of `generation.sampling` or, if that is unset, of `DEFAULTS`.
+    - `vocab_size`: the vocabulary size of the model. Even if it is larger than the tokenizer's, only tokens of the
+      tokenizer and end tokens are drawn.
     """
     device = next(model.parameters()).device
     ids = sorted(each for each in {*tokenizer.ids.tolist(), *generation.ends} if each < vocab_size)

@@ -99,9 +99,10 @@ def _describe(hint: Any) -> str:
 
 
 def override_value(text: str, hint: Any) -> Any:
-    """Parse `text`, the value in an override of a setting, as TOML. Return the parsed value. Return `text` itself if it
-    is not TOML, or if the setting takes text but does not take the parsed value. `hint`: the type of the setting, or
-    None if it is unknown."""
+    """Return the value in an override of a setting: `text`, parsed as TOML.
+
+    Returns `text` itself if it is not TOML, or if the setting takes text but does not take the parsed value. `hint`:
+    the type of the setting, or None if it is unknown."""
     try:
         parsed = parse_toml(f"value = {text}")
     except ValueError:

@@ -33,9 +33,9 @@ Callback = Callable[["Trainer", dict[str, Any]], None]
 class Trainer(loop.Trainer):
     """Trains any module with the loop of `weft train`, which shards, logs, saves and resumes.
 
-    A run that resumes with the same settings on the same number of ranks equals an uninterrupted run bit for bit, if
-    your code and the kernels of the device are deterministic. If `train.compile` and `train.peak_tflops` are both set,
-    the runs are equal only up to rounding.
+    If your code and the kernels of the device are deterministic, a run that resumes with the same settings on the same
+    number of ranks equals an uninterrupted run bit for bit (up to rounding if `train.compile` and `train.peak_tflops`
+    are both set).
 
         trainer = weft.train.Trainer(
             model=build,  # an nn.Module, or a function that builds one, which is called on the meta device
@@ -63,11 +63,10 @@ class Trainer(loop.Trainer):
             shares a `ModuleList` or `Sequential` with others of its type, and one for the rest of the model.
         optimizer: a function that takes the sharded model and returns its optimizer. Default: the optimizer of the
             configuration's table [optimizer].
-        callbacks: a dictionary from an event ("start", "step", "validation", "save" or "end") to a function. At each
-            event, all ranks call the function with the trainer and a dictionary of numbers. "start" comes before the
-            first step, and "end" after the last step or a stop. "step", "validation" and "save" come after each step,
-            each validation and each save (which may not be committed yet). If you resume a run that is already
-            complete, there are no events.
+        callbacks: a dictionary from an event to a function. At each event, all ranks call the function with the trainer
+            and a dictionary of numbers. The events are "start" before the first step; "step", "validation" and "save"
+            after each step, validation and save (which may not be committed yet); and "end" after the last step or a
+            stop. If you resume a run that is already complete, there are no events.
         resume: True resumes the newest run named `run.name` that has a checkpoint. A path resumes the run in that
             directory. "or-start" is like True, but starts a new run if there is no checkpoint. False starts a new run,
             but is like True if the configuration sets `run.resume` to true.
@@ -137,8 +136,10 @@ class Trainer(loop.Trainer):
         Signals stop the run only if the trainer was constructed in the main thread.
 
         Returns whether the run is complete: at its last step, or ended by `train.stop_after`. Whether complete or not,
-        the last step that ran is in a committed checkpoint. Raises RuntimeError if the loss or the gradient norm of a
-        step is not finite, and `train.skip_spikes` does not skip the step.
+        the last step that ran is in a committed checkpoint.
+
+        Raises RuntimeError if the loss or the gradient norm of a step is not finite, and `train.skip_spikes` does not
+        skip the step.
         """
         try:
             return super().run()

@@ -1,4 +1,6 @@
-"""Explains how a step on several ranks differs from the step on one rank: the parameter, the axis and the rule.
+"""Explains how a step on several ranks differs from the step on one rank.
+
+Each line names the parameter, the mesh axis and the broken rule.
 
 what differs              what it means
 ------------------------  ---------------------------------------------------------------------------------------------
@@ -24,8 +26,8 @@ from torch import Tensor
 from weft.words import counted, listed
 
 CLOSE = 1e-7
-"""The largest difference between weights or gradients that counts as rounding, relative to the largest element: both
-steps run in fp64, but a few sums are in fp32."""
+"""The largest difference between weights or gradients that counts as rounding, relative to the largest element. Both
+steps run in fp64, except a few sums in fp32."""
 _SHOWN = 6
 """The largest number of lines about gradients if the losses are wrong too."""
 
@@ -153,8 +155,7 @@ def _gradients(alone: Alone, seen: Sequence[Seen]) -> list[str]:
 def _explained(
     expected: Tensor, here: dict[int, Tensor], wrong: list[int], without: list[int], seen: Sequence[Seen]
 ) -> str:
-    """Return why a parameter's gradient is wrong: the ranks on which it is missing, the axis over which it is not
-    reduced, the factor by which it is wrong, or the ranks on which it is wrong.
+    """Return why a parameter's gradient is wrong, as text. The table of this module lists the reasons.
 
     `expected`: the gradient on one rank. `here`: rank -> gradient. `wrong`: ranks whose gradient differs from
     `expected`. `without`: the ranks of `wrong` that have no gradient.

@@ -51,10 +51,12 @@ class Checked:
 def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> Checked:
     """Compare one step on several ranks, which are threads, with the same step on one rank.
 
-    The step is forward, backward and clipping of a small copy of `config`. `ranks`: the number of ranks of the
-    training. If it is above 8, the step runs on fewer ranks where possible. `sizes_are_small`: run `config` itself, on
-    all `ranks`. Raises ConfigError for your own model (model.factory). `config.validate(ranks)` must accept the
-    configuration.
+    The step is forward, backward and clipping of a small copy of `config`, which `config.validate(ranks)` must accept.
+
+    - `ranks`: the number of ranks of the training. If it is above 8, the step runs on fewer ranks where possible.
+    - `sizes_are_small`: run `config` itself, on all `ranks`.
+
+    Raises ConfigError for your own model (model.factory).
     """
     if not isinstance(config.model, weft.models.HybridConfig):
         raise ConfigError(

@@ -3,8 +3,8 @@
 in the configuration              in the small copy
 sizes split over an axis          few heads, groups, experts or columns per rank
 heads in groups                   fewer groups of the same size; if none fits, the same number of groups with few heads
-layers                            one of each kind in each segment, but all layers if settings name layers by number;
-                                  a pattern without segments keeps at least two layers, and at least one per stage
+layers                            one of each kind in each segment; if there is only one segment, also at least two in
+                                  total and one per stage. All layers if settings name layers by number
 more than `_FEW` ranks            at most 2 replicas, 2 shards and 2 expert-parallel ranks, if that fits
 precision                         fp64, without quantized weights
 router losses                     off with context parallelism, where each rank would average over its part of a row

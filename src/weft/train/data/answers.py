@@ -34,7 +34,7 @@ class Answered:
         return len(self.numbers)
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """Return rows as `Sequences.rows` does. A token t that is not a label is returned as -101 - t."""
+        """Return rows as `Sequences.rows` does, with tokens that are not labels as -101 - t."""
         found = self.sequences.rows(self.numbers[indices])
         return np.where(found >= self.vocab_size, WITHOUT - (found - self.vocab_size), found)
 

@@ -29,7 +29,7 @@ class Batches:
     """An endless iterator of the training microbatches of one rank (see `weft.train.data.sequences.Batch`).
 
     In each epoch of a text, each of its sequences occurs once, in a new shuffled order. `seed` determines the orders of
-    all epochs. Step k has the same `global_batch_size` sequences for any `dp_size`.
+    all epochs.
 
     - `tokens`: the text as a 1-D token array, or several texts, which are mixed by `weights`.
     - `vocabulary`: the vocabulary size, which all tokens must be below. None: tokens are not checked.
@@ -67,8 +67,8 @@ class Batches:
         """The number of sequences that all ranks together have taken."""
         self.microbatch_weights: list[float] = []
         """For each microbatch of the last step, its number of labels divided by the mean number of labels of a
-        microbatch, over all ranks. With these weights, the weighted mean of the microbatches' losses is the mean over
-        all labels of the batch."""
+        microbatch, over all ranks. The weighted mean of the microbatches' losses is then the mean over all labels of
+        the batch."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self

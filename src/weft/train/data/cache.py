@@ -69,8 +69,8 @@ def open_cache(
     """Return the training part, the validation part and the content of KEY.json. Return None if a file is missing or
     truncated, or KEY.json is damaged.
 
-    Reads all tokens once, and compares their fingerprints with those in KEY.json. Every few seconds, calls `progress`
-    with the fraction of the tokens that has been read. Raises TokensDamaged if a fingerprint differs.
+    Reads all tokens once, and raises TokensDamaged if their fingerprints differ from those in KEY.json. `progress`:
+    called every few seconds with the fraction of the tokens that has been read.
     """
     try:
         meta = parse_json(read_bounded(folder / f"{key}.json", _LARGEST))
@@ -112,10 +112,11 @@ def build(
     separator: str,
     progress: Callable[[float], None],
 ) -> None:
-    """Tokenize documents, write the cache files of `key` under temporary names, and move them into place.
+    """Tokenize documents, and write the cache files of `key`. Several processes may do this at once, because all write
+    the same bytes, and each file is complete when it gets its name.
 
-    `separator`: text whose tokens follow each document; "" for none. Several processes may do this at once, because
-    all write the same bytes. Every few seconds, calls `progress` with the fraction of the text that has been tokenized.
+    `separator`: text whose tokens follow each document; "" for none. `progress`: called every few seconds with the
+    fraction of the text that has been tokenized.
     """
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     between = tokenizer.encode(separator.encode()).astype(dtype, copy=False).tobytes() if separator else b""
@@ -154,10 +155,10 @@ def build(
 
 
 def fingerprints(folder: Path, key: str, arrays: Sequence[np.ndarray], progress: Callable[[float], None]) -> list[str]:
-    """Return the fingerprint of each of `arrays`, the tokens of your own token files. If KEY.json exists, reads the
-    fingerprints from it. Otherwise computes them and, if the folder is writable, stores them in KEY.json.
+    """Return the fingerprint of each of `arrays`, the tokens of your own token files. Fingerprints are computed once,
+    and kept in KEY.json if the folder is writable.
 
-    While computing them, calls `progress` every few seconds with the fraction of the tokens that has been read.
+    `progress`: called every few seconds with the fraction of the tokens that has been read.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         return [str(each) for each in parse_json(read_bounded(folder / f"{key}.json", _LARGEST))["fingerprints"]]

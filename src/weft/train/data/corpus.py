@@ -92,9 +92,8 @@ def load_corpus(
     Several processes may call this function at the same time with the same cache.
 
     The validation text is in `data.validation_paths`. If these are empty, about the fraction `data.validation_fraction`
-    of the text is held out: whole documents or, for token files, the end of each file. For the kind "text", files above
-    16 MiB, or above a quarter of the held-out part, are first cut between lines; a very long line may be cut too. The
-    held-out part does not depend on the seed.
+    of the text is held out, the same part for every seed: whole documents, pieces of large files of the kind "text",
+    or the end of each token file.
 
     - `say`: a function that is called with each line to print.
     - `runs`: the folder of all runs. Files in it, and in the cache folder, are not part of the text.
@@ -140,8 +139,7 @@ def load_corpus(
 
 
 def find_texts(data: DataConfig, runs: str | None, paths: Sequence[str]) -> tuple[Text, Text | None]:
-    """Return two results. The first: the text that `paths` name. The second: the text that `data.validation_paths`
-    name, or None if `data.validation_paths` are empty.
+    """Return the text that `paths` name, and the text that `data.validation_paths` name (None if these are empty).
 
     `runs`: as in `load_corpus`. Raises ConfigError for paths that do not exist or are not of the kind `data.kind`, and
     for a text without content.

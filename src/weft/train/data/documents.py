@@ -40,25 +40,27 @@ class Document(NamedTuple):
     validates: bool
     """Whether the document is for validation."""
     begins: bool
-    """Whether the piece begins a document of its part; False if it continues the previous piece of the part."""
+    """False if the piece continues the previous piece of the training or validation text."""
     ends: bool
-    """Whether the file or record ends with this piece, so that the separator follows. False for a piece that ends
-    inside a file."""
+    """Whether the file or record ends with this piece, so that the separator follows."""
     done: float
     """The fraction of all text that has been read, including this document."""
     place: str
-    """For messages: the setting, the file and, except for plain text, the number of the document in the file."""
+    """Text for errors: the setting, the file and, except for plain text, the number of the document in the file."""
 
 
 def find_files(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path] = ()) -> list[File]:
-    """Return the files that `paths` name, in a fixed order. A folder stands for the files below it that match
-    `data.include` (by default the patterns of `data.kind`), without hidden files and, for the kinds "text", "jsonl" and
-    "messages", without binary files. For the kind "datasets", a folder stands for the files that its state.json lists.
-    Empty `paths` stand for the source files of Python's standard library, without its tests.
+    """Return the files that `paths` name, in a fixed order.
 
-    `setting`: the setting that names the paths, for errors. `written`: folders to which runs write. They are skipped
-    inside the folders of `paths`. Raises ConfigError for a path that does not exist, does not fit `data.kind`, or is
-    one of `written`.
+    A folder stands for the files below it that match `data.include` (by default the patterns of `data.kind`), without
+    hidden files. For the kinds "text", "jsonl" and "messages", binary files are left out too. For the kind "datasets",
+    a folder stands for the files that its state.json lists. Empty `paths` stand for the source files of Python's
+    standard library, without its tests.
+
+    - `setting`: the setting that names the paths, for errors.
+    - `written`: folders to which runs write. They are skipped inside the folders of `paths`.
+
+    Raises ConfigError for a path that does not exist, does not fit `data.kind`, or is one of `written`.
     """
     try:
         stats = [(path, os.stat(path)) for path in dict.fromkeys(_paths(data, setting, paths, written))]
@@ -95,8 +97,10 @@ def _paths(data: DataConfig, setting: str, paths: Sequence[str], written: Sequen
 
 
 def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: float) -> Iterator[Document]:
-    """Yield the documents of `files` (large text files in pieces), each for training or for validation. `fraction`: the
-    share for validation. Every call chooses the same documents for validation. `setting`: as in `find_files`."""
+    """Yield the documents of `files` (large text files in pieces), each for training or for validation.
+
+    `fraction`: the share for validation. Every call chooses the same documents. `setting`: as in `find_files`.
+    """
     if data.kind == "text":
         yield from _texts(setting, files, fraction)
         return
@@ -247,9 +251,10 @@ def _dataset_files(setting: str, path: str) -> list[str]:
 
 def _walk(root: str, include: tuple[str, ...], without: set[str], closed: set[str], *, binary: bool) -> Iterator[str]:
     """Yield the files below `root` that match a pattern of `include`: first those of a folder, sorted, then those of
-    its subfolders. Hidden files and folders, byte-code folders and, unless `binary`, binary files are left out.
+    its subfolders.
 
-    `without`: names of folders to leave out. `closed`: real paths of folders to leave out.
+    Left out are hidden files and folders, byte-code folders, folders with a name in `without` or a real path in
+    `closed`, and, unless `binary`, binary files.
     """
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = sorted(
@@ -297,9 +302,9 @@ Piece = tuple[int, int, int]
 def _split(sizes: list[int], fraction: float) -> tuple[list[Piece], list[Piece]]:
     """Return training and validation pieces, each in file order.
 
-    A small file is one piece. A larger file is cut into pieces of at most 16 MiB. If only a part of the text is held
-    out for validation, a piece is also at most a quarter of that part. Pieces are tried in the order of a hash of their
-    number. A piece becomes validation text if it still fits into the held-out part.
+    A file is cut into pieces of at most 16 MiB. If only a part of the text is held out for validation, a piece is also
+    at most a quarter of that part. Pieces are tried in the order of a hash of their number. A piece becomes validation
+    text if it still fits into the held-out part.
     """
     total = sum(sizes)
     limit = min(_LARGEST_PIECE, max(1, int(total * fraction / 4))) if 0 < fraction < 1 else _LARGEST_PIECE

@@ -67,9 +67,8 @@ class WholeDocuments:
     """Sequences that hold as many whole documents as fit. A document longer than a sequence is cut, and its last piece
     is packed with the next documents.
 
-    `apart`: whether documents are separate, so that none predicts the first token of the next. If documents are
-    separate, a document of one token has no label. Sequences without any label are left out, because a step without
-    labels would have no mean loss.
+    `apart`: whether documents are separate, so that none predicts the first token of the next. Sequences without any
+    label are left out, because a step without labels would have no mean loss.
     """
 
     def __init__(self, part: Part, length: int, *, apart: bool = True) -> None:

@@ -81,8 +81,11 @@ class Progress:
             progress.note("checkpoint 1 saved")
 
     On a terminal, a panel is redrawn in place. Elsewhere, a line is printed every `log_every` steps, for the last step
-    and for each validation. `enabled=False` (ranks other than 0) shows nothing. `first_step`: the step from which the
-    run resumes, or 0. `units`: maps the name of a value to the unit to print after the value.
+    and for each validation.
+
+    - `enabled`: False shows nothing, for ranks other than 0.
+    - `first_step`: the step from which the run resumes, or 0.
+    - `units`: maps the name of a value to the unit to print after the value.
     """
 
     def __init__(
@@ -128,8 +131,8 @@ class Progress:
             self._live = None
 
     def update(self, step: int, **values: float) -> None:
-        """Show that `step` optimizer steps are done, and show `values`. The panel also keeps showing the values of
-        earlier calls that this call leaves out; a printed line shows only `values`."""
+        """Show that `step` optimizer steps are done, and show `values`. The panel also keeps earlier values that this
+        call leaves out."""
         if step != self._step:
             self._times.append((step, time.monotonic()))
         self._step = step

@@ -40,8 +40,8 @@ class Samples:
 
 
 class _Agreed(nn.Module):
-    """A model whose last logits are those of rank 0 on all ranks. With logits that differ by rounding, ranks could
-    choose different tokens. A rank could then end its continuation early, and miss the collectives of the others."""
+    """A model whose last logits are those of rank 0 on all ranks. Otherwise rounding could make a rank choose an end
+    token, while the other ranks continue and wait for it."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()

@@ -29,9 +29,11 @@ def write_report(run_directory: str | Path, *, live_s: float = 0) -> Path:
     """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder. Return report.html's path.
 
     The content comes from the files in the folder: metrics, configuration, facts, timeline and stages. Missing parts
-    are left out. Without matplotlib, pictures are left out. With the same versions of weft and matplotlib, the same
-    files give the same report. `live_s`: for a run that is still training, the seconds after which the page reloads
-    itself; 0 for a run that has ended. Raises ConfigError if the report cannot be written.
+    are left out and, without matplotlib, all pictures. With the same versions of weft and matplotlib, the same files
+    give the same report.
+
+    `live_s`: for a run that is still training, the seconds after which the page reloads itself; 0 for a run that has
+    ended. Raises ConfigError if the report cannot be written.
     """
     try:
         return _written(Path(run_directory), live_s)

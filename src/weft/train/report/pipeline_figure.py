@@ -21,9 +21,10 @@ def size(simulation: Simulation) -> tuple[float, float]:
 
 
 def pipeline(simulation: Simulation, unit: str = "") -> Draw:
-    """Draw a schedule. Each action is a box, with the number of its microbatch if the numbers fit. The boxes of a
-    rank's later stages are lighter. If an entry of the table has several actions, their boxes are stacked. `unit`: the
-    unit of measured times, such as "milliseconds"; simulated times have none."""
+    """Draw a schedule. Each action is a box, with the number of its microbatch if the numbers fit.
+
+    The boxes of a rank's later stages are lighter. If an entry of the table has several actions, their boxes are
+    stacked. `unit`: the unit of measured times, such as "milliseconds"; simulated times have none."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()

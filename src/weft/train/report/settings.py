@@ -18,10 +18,10 @@ ALWAYS = {
 
 
 def in_use(text: str) -> str:
-    """Reduce a complete configuration in TOML to the settings that a report shows: those in `ALWAYS`, the sizes
-    of the kinds of layers in the pattern, and others that differ from their defaults.
+    """Reduce a complete configuration in TOML to the settings that a report shows: those in `ALWAYS`, the sizes of the
+    kinds of layers in the pattern (and of no others), and other settings that differ from their defaults.
 
-    Sizes of kinds of layers that are not in the pattern are left out. Text that is not TOML is returned unchanged.
+    Text that is not TOML is returned unchanged.
     """
     try:
         tables = parse_toml(text)

@@ -19,7 +19,7 @@ def measured(table: Table, recorded: Sequence[Sequence[Interval]]) -> Simulation
 
     `recorded`: the intervals of each rank of the pipeline.
 
-    An entry lasts from the start of its first computation to the end of its last computation. An entry without
+    An entry of the table lasts from the start of its first computation to the end of its last. An entry without
     computation takes no time.
     """
     spans = [_spans(table, rank, intervals) for rank, intervals in enumerate(recorded)]

@@ -3,19 +3,10 @@
     REFUSED   the new value would not fit the trained weights, the data so far or the saved state, or would have no
               effect. With `run.renumber`, a pattern that groups the same layers differently is PRINTED
     PRINTED   the setting takes effect, and is printed before the first step
-    SILENT    the setting takes effect, and changes the results by no more than rounding, with the exceptions below.
+    SILENT    the setting takes effect, and changes the results by no more than rounding, with a few exceptions.
               `run.name`, `run.directory` and `run.weights` have no effect on a resumed run
 
-These SILENT settings change results by more than rounding:
-
-- `sharding.cp` changes the auxiliary losses of routers. If sequences have different numbers of labels,
-  `train.microbatch_size` changes the weights of these losses and of the losses of prediction depths.
-- `train.microbatch_size` changes the results of your own model if the model has dropout, or if a row of a microbatch
-  affects the results of other rows (BatchNorm). `train.activation_checkpointing` and `train.recompute_every` change the
-  running statistics of BatchNorm. `train.compile` can change which elements dropout drops.
-- `train.validate_every` changes when `train.stop_after` ends the run.
-
-docs/training.md has these rules for users.
+docs/training.md has these rules for users, with the exceptions.
 """
 
 from collections.abc import Mapping

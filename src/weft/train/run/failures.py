@@ -28,8 +28,9 @@ def as_one_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str | None:
-    """Return a line that explains a CheckpointError, a RunFailed, failed storage or lack of memory. Return None for
-    other errors. These other errors need a traceback, unless `is_refusal` returns True."""
+    """Return a line that explains a CheckpointError, a RunFailed, failed storage or lack of memory.
+
+    Returns None for other errors, which need a traceback unless `is_refusal` returns True."""
     if isinstance(error, CheckpointError | RunFailed):
         return str(error)
     if isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE):

@@ -62,22 +62,21 @@ def launch(
     """Run `python -m weft *arguments` as `ranks` local processes. Return the exit code of the command:
 
     - 0: all ranks succeeded.
-    - 1: a second request to stop, or any failure other than an invalid configuration. stderr names the rank that failed
-      or died first, or has the line that explains the error.
+    - 1: a second request to stop, or any failure other than an invalid configuration. stderr explains the error, or
+      names the rank that failed or died first.
     - 2: the configuration is invalid.
     - 3: the ranks were asked to stop, and the run has a checkpoint.
     - 4: the ranks were asked to stop before the run had a checkpoint.
 
-    The directory of a new run is removed in two cases, both before training begins: the run is asked to stop, or fails
-    with an error that one line explains. In all other cases the directory stays, for its logs.
+    The directory of a new run is removed if, before training begins, the run is asked to stop or fails with an error
+    that one line explains. Otherwise the directory stays, for its logs.
 
     - `resume_command`: printed to stderr after a failure, if there is a checkpoint from which to resume.
-    - `restarts`: the maximum number of restarts of all ranks after failures with exit code 1. A restart resumes from
-      the newest checkpoint. The restarts end early if two starts in a row fail with a traceback and the same message,
-      and nothing was saved in between, neither on disk nor in memory.
+    - `restarts`: the maximum number of restarts of all ranks after failures with exit code 1. Restarts end early if two
+      starts in a row fail with a traceback and the same message, and nothing was saved in between.
     - `restart_ranks`: the number of ranks after a restart. Default: `ranks`.
-    - `keeps_copies`: whether ranks copy their state to memory. A restart resumes from such a copy if the copy is newer
-      than the newest checkpoint on disk.
+    - `keeps_copies`: whether ranks copy their state to memory. A restart resumes from the newest checkpoint or from
+      such a copy, if it is newer.
     """
     failed = ""
     requests = Requests()  # shared by all starts, so that a signal between two starts stops the next one
@@ -111,7 +110,7 @@ def launch(
 def report_failure(rank: int, kind: Kind, message: str, error: BaseException) -> None:
     """Write to a file why this rank ends, for the process that started the rank.
 
-    The file is beside the ranks' FileStore, because the disk of the run's directory may be full.
+    The file is not in the run's directory, whose disk may be full.
     """
     content = {
         "time": time.monotonic(),  # a clock that all processes of a host share, and that is never set back

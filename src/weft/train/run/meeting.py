@@ -1,7 +1,7 @@
 """Rendezvous: each rank of a run waits for the others, and prints which ranks are missing.
 
-A store whose process is stopped accepts connections but never answers, and calls to it have no timeout. Therefore each
-call runs in a separate thread. Meanwhile the main thread counts the time, prints which ranks are missing and obeys
+A store whose process is stopped accepts connections but never answers, and calls to it have no timeout. Each call
+therefore runs in a separate thread, while the main thread counts the time, prints which ranks are missing and obeys
 requests to stop.
 """
 
@@ -48,10 +48,13 @@ def meet(
 ) -> dist.Store:
     """Wait until all ranks have connected to the same store. Then call `begin` with the store, and return the store.
 
-    `init_method`: the address of the store, file:///… or tcp://host:port. `say`: called during the wait, with lines
-    that name the missing ranks. Raises RunFailed if the wait and `begin` together take longer than `patience` seconds.
-    The message names the missing ranks or the store that does not answer. Rank 0 also raises RunFailed if it cannot
-    listen at the address. Raises Interrupted if this rank or another waiting rank is asked to stop.
+    - `init_method`: the address of the store, file:///… or tcp://host:port.
+    - `patience`: the seconds that the wait and `begin` together may take. After that, raises RunFailed, which names the
+      missing ranks or the store that does not answer.
+    - `say`: called during the wait, with lines that name the missing ranks.
+
+    Rank 0 also raises RunFailed if it cannot listen at the address. Raises Interrupted if this rank or another waiting
+    rank is asked to stop.
     """
     where = urlsplit(init_method)
     wait = _Wait(patience, stop, say, f"the store at {where.netloc or where.path}, which does not answer")
@@ -83,7 +86,7 @@ def meet(
 def _leave(store: dist.Store, ranks: int) -> bool:
     """Withdraw this rank, so that the waiting ranks stop too. Return whether this rank is withdrawn.
 
-    If all ranks have arrived, another rank may already have continued. This rank is then not withdrawn.
+    It is not withdrawn if all ranks have arrived, because another rank may already have continued.
     """
     if store.add(COUNT, -_AWAY) + _AWAY < ranks:
         return True
@@ -138,8 +141,7 @@ class _Wait:
     def is_over_for_others(self, withdrawn: bool) -> bool:
         """Return whether another rank has withdrawn for good: `COUNT` was negative in all calls for over a second.
 
-        `withdrawn`: whether `COUNT` is negative now. This may last only a moment: if all ranks have arrived, `_leave`
-        of another rank makes `COUNT` negative and then restores it.
+        `withdrawn`: whether `COUNT` is negative now. `_leave` of another rank may make it negative only for a moment.
         """
         if not withdrawn:
             self.left = None

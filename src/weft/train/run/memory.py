@@ -1,7 +1,7 @@
 """The folder in host memory that holds copies of a run's state.
 
-The process that starts the ranks creates the folder, and removes the folder before it exits. The folder therefore
-outlives the ranks. If that process is killed, a later run with copies removes the folder:
+The process that starts the ranks creates the folder, and removes it before it exits, so the folder outlives the ranks.
+If that process is killed, a later run that keeps copies removes the folder.
 
     /dev/shm/weft-4711-x2f1a0b9/      4711: the id of the process that starts the ranks
         step-00000013/                a checkpoint as on disk, with a checksum for each block

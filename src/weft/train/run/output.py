@@ -29,8 +29,8 @@ def outlive_readers() -> None:
 
 
 def _keep_free() -> None:
-    """Open the file descriptors 0 to 2 if they are closed. If they stayed closed, a file of the run would get one of
-    these numbers, and the warnings that libraries print would be written to that file."""
+    """Open the file descriptors 0 to 2 if they are closed. Otherwise a file of the run could get one of these numbers,
+    and libraries would print their warnings into that file."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -1,7 +1,7 @@
 """Direct connections between ranks, over which they request each other's state.
 
-Each rank listens and answers in a thread. The ranks need rank 0 and the job's store only once: at the start, they
-exchange their addresses over the store. They do so in a second thread, because a stopped store never answers.
+Each rank listens and answers in a thread. The ranks need the job's store only at the start, to exchange their
+addresses. They do so in a second thread, because a stopped store never answers.
 """
 
 import json

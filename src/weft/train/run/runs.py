@@ -41,9 +41,11 @@ class Run:
 
     directory: Path
     step: int | None = None
-    """The step of the newest committed checkpoint when the directory was chosen or, after a restart, of a newer copy in
-    memory. None for a new run. The checkpoint from which the run resumes is chosen later, when the run has locked the
-    directory."""
+    """The step of the newest committed checkpoint or, after a restart, of a newer copy in memory. None for a new run.
+
+    It is determined when the directory is chosen. The run chooses the checkpoint to load later, when it has locked the
+    directory.
+    """
     note: str = ""
     """A line to print about the choice of directory."""
     made: tuple[Path, ...] = ()
@@ -67,8 +69,8 @@ def open_run(
     - `resume`: True resumes the newest run named `config.name` that has a committed checkpoint. A string names the run
       to resume: its directory, or its config.toml. False starts a new run, or acts as True if `config.resume` is true.
     - `or_start`: start a new run if there is no checkpoint to resume from.
-    - `command`: for messages that say how to resume a run: a command line to which `--resume RUN_DIRECTORY` is added,
-      such as "weft train --ranks 2". None if a script opens the run.
+    - `command`: a command line such as "weft train --ranks 2", for messages, which add `--resume RUN_DIRECTORY`. None
+      if a script opens the run.
     - `own_task`: whether a program passes model and data to `weft.train.Trainer`.
 
     Raises ConfigError if there is no checkpoint to resume from and `or_start` is False, if `own_task` was different
@@ -183,8 +185,8 @@ def refuse_own_task(directory: Path, *, goes_on: bool = False) -> None:
 
 
 def refuse_described_task(directory: Path) -> None:
-    """Raise ConfigError for a run whose configuration describes the model and the data. A program that passes its own
-    model and data cannot resume such a run."""
+    """Raise ConfigError for a run whose configuration describes the model and the data, which a program cannot
+    replace."""
     if _describes_task(directory):
         raise ConfigError(
             f"{directory}: its {CONFIG} describes the model and the data, which a program cannot replace; resume "
@@ -213,9 +215,11 @@ def resuming(command: str | None, directory: Path) -> str:
 
 
 def remove_if_unused(run: Run) -> None:
-    """Delete the directory of a new run. Keep a directory that contains a checkpoint, or any entry besides the
-    configuration, logs, origin and checkpoints. If the directory is not kept, also delete the parent folders that were
-    created for the run, unless they contain something else."""
+    """Delete the directory of a new run, and the parent folders that were created for it.
+
+    Keeps a directory that contains a checkpoint, or any entry besides the configuration, logs, origin and checkpoints.
+    Keeps parent folders that contain something else.
+    """
     if run.step is not None:
         return
     if run.directory.is_dir():

@@ -51,9 +51,8 @@ _NOT_BEGUN = "stopping before the first step, without a new checkpoint; Ctrl-C a
 class StopRequest:
     """Receives a request to stop: SIGINT, SIGTERM or SIGHUP, or a byte in the control pipe from the parent process.
 
-    The first request may be a signal or a byte. After it, a signal that counts as a new request (see `Requests`) ends
-    this process at once. Further bytes have no effect. If the pipe closes, the parent process has died, and this
-    process exits immediately.
+    After the first request, a signal that counts as a new request (see `Requests`) ends this process at once, but
+    another byte has no effect. If the pipe closes, the parent process has died, and this process exits immediately.
     """
 
     def __init__(self) -> None:

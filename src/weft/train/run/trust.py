@@ -1,9 +1,10 @@
 """Decides whether code that the configuration of a run directory names may be imported.
 
 The config.toml of a run directory may name code, such as `model.factory`, loggers or an optimizer. The code is imported
-without --trust only for directories that this user made on this machine, or in which this user resumed the run with
---trust. Code that the command line names (`--set`) does not need --trust.
-The facts.json of such a directory has a mark: an HMAC of the directory's path and the named code, with a key in the
+without --trust only if this user made the directory on this machine, or has resumed its run with --trust. Code that the
+command line names (`--set`) does not need --trust.
+
+The facts.json of a trusted directory has a mark: an HMAC of the directory's path and the named code, with a key in the
 user's state folder. Machines that share the state folder count as one. A directory that was copied or moved to another
 path has no valid mark.
 """
@@ -40,8 +41,10 @@ def require_trust(directory: Path, config: TrainConfig, overrides: Sequence[str]
     """Raise ConfigError if the configuration of a run directory names code that is not trusted.
 
     Code is trusted if `trust` is True, if it comes from `overrides`, or if `mark_as_own` has marked `directory` with
-    this code. `config`: the configuration of the directory, with `overrides` applied. `asked`: the option or path that
-    named the directory, for the message.
+    this code.
+
+    - `config`: the configuration of the directory, with `overrides` applied.
+    - `asked`: the option or path that named the directory, for the message.
     """
     given = {override.partition("=")[0].strip() for override in overrides}
     code = {name: value for name, value in named_code(config).items() if name not in given}

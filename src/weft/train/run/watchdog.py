@@ -1,8 +1,7 @@
 """Detects hangs and names the rank that hangs, from the rendezvous to the end of the run.
 
-Each rank records its progress, the stack of its main thread, and its current file operation. A file operation that
-takes longer than the limit (`train.watchdog` seconds) counts as a hang. A rank without progress for longer than the
-limit asks all others what they are doing, and concludes:
+A file operation that takes longer than the limit (`train.watchdog` seconds) counts as a hang. A rank without progress
+for longer than the limit asks all others what they are doing, and concludes:
 
     the store does not answer (at the start)     rank 0 or the launcher, which hosts it, is stopped
     a rank does not answer                       the rank is stopped, or its host is down
@@ -11,13 +10,13 @@ limit asks all others what they are doing, and concludes:
     a rank is not in a collective                the rank hangs there, and the others wait for it
     all are in collectives                       the ranks wait for each other
 
-The watchdog and the hang detector (`weft.comm.watch`) are two threads. The detector tells the watchdog what a rank
-waits for. The detector also works outside of runs, where ranks are connected only by the job's store, so it uses the
-store. If the store's host is stopped, a request to the store never returns. The watchdog must end the process even
-then, so it does not use the store.
-
 The first rank that knows the cause of a hang sends the cause to the other ranks, so that all print the same line. A
 rank that fails sends the cause of its failure too.
+
+The watchdog is a thread that does not use the job's store: if the host of the store is stopped, a request to the store
+never returns, and the watchdog must end the process even then. The hang detector (`weft.comm.watch`), which tells the
+watchdog what a rank waits for, is another thread. It does use the store, because it also works outside of runs, where
+ranks have no other connection.
 """
 
 import os
@@ -53,10 +52,11 @@ _COLLECTIVE = (
 class Watchdog:
     """Calls `bark` with one line if the run hangs for `limit` seconds, or if another rank reports a failure or a hang.
 
-    The watchdog is a context manager. If `limit` is 0, it does nothing. Each call of `at` counts as progress, and so
-    does each beginning or end of a file operation. After `at(..., loosely=True)`, changes of the main thread's stack
-    and the thread's use of CPU time are progress too. After `rest`, only a file operation that takes longer than
-    `limit` counts as a hang.
+    The watchdog is a context manager. If `limit` is 0, it does nothing.
+
+    Progress is each call of `at`, and each beginning or end of a file operation. After `at(..., loosely=True)`, changes
+    of the main thread's stack and the thread's use of CPU time are progress too. After `rest`, only a file operation
+    that takes longer than `limit` counts as a hang.
     """
 
     def __init__(self, limit: float, bark: Callable[[str], None]) -> None:

@@ -127,8 +127,8 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
 def torchrun_of(environment: Mapping[str, str]) -> list[str]:
     """Return the torchrun command that started this process, up to the program. Empty if torchrun did not start it.
 
-    The environment does not contain the address at which several hosts met. The command has the host of rank 0 instead,
-    with torchrun's default port.
+    With several hosts, the command names the host of rank 0 and torchrun's default port, because the environment does
+    not contain the address at which the hosts met.
     """
     if not {"TORCHELASTIC_RUN_ID", "RANK"} <= environment.keys() or STORE in environment:
         return []

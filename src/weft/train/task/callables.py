@@ -15,8 +15,8 @@ def check_callable(
 ) -> None:
     """Raise ConfigError if `value` cannot be called with positional arguments and the keyword arguments `options`.
 
-    `arguments`: a name for each positional argument. `name`: the trainer's argument or the setting that has this value.
-    `wanted`: a description of a correct value. All three are for the message.
+    For the message: `arguments`, a name for each positional argument; `name`, the trainer's argument or the setting
+    that has this value; `wanted`, a description of a correct value.
     """
     if not callable(value):
         raise ConfigError(f"{name}: {told(value)} cannot be called; give {wanted}")

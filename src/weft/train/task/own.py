@@ -174,15 +174,13 @@ class Stream:
     """Microbatches of an iterable, in endless passes over it. The position is saved and restored exactly.
 
     An iterable with `state_dict` and `load_state_dict` restores itself. Any other iterable is iterated again up to the
-    saved position, with the random state from the start of the pass, so that a shuffling loader yields the same order.
-    Such an iterable must be deterministic: it must yield the same microbatches for the same random state and, if it has
-    `set_epoch`, the same epoch. The random state includes the generators of a loader and of its samplers, but not those
-    of worker processes that persist.
+    saved position, with the random state from the start of the pass. It must yield the same microbatches for the same
+    random state and, if it has `set_epoch`, the same epoch. The random state includes the generators of a loader and of
+    its samplers, but not those of worker processes that persist.
 
-    If n ranks saved the position, and n differs from `ranks`, each rank continues at position p * n / `ranks`, where p
-    is the saved position of rank 0. This is exact if the ranks take the microbatches of a pass in turn, and all take
-    equally many. Such a load raises ConfigError if the division has a remainder, or if the iterable has a
-    `state_dict`.
+    If the position was saved by n ranks, and n differs from `ranks`, each rank continues at position p * n / `ranks`,
+    where p is the saved position of rank 0. This is exact if the ranks take the microbatches of a pass in turn, and all
+    take equally many. Raises ConfigError if the division has a remainder, or if the iterable has a `state_dict`.
     """
 
     per_rank = True

@@ -67,10 +67,12 @@ _RECIPES: dict[str, Callable[[], quantize.Quantization]] = {
 def mixed_precision(name: str, unquantized_ends: int = 0) -> weft.MixedPrecisionPolicy:
     """Return the policy for `name`, a value of `train.precision`.
 
-    "fp32" keeps the dtypes of the parameters. "bf16" gathers weights and computes in bf16, and reduces gradients in
-    fp32. The other values are like "bf16", but quantize most matrices (see `MixedPrecisionPolicy`) before they are
-    gathered, and dequantize them to bf16 for use. `unquantized_ends`: the number of layers at each end of a HybridModel
-    that are not quantized.
+    - "fp32" keeps the dtypes of the parameters.
+    - "bf16" gathers weights and computes in bf16, and reduces gradients in fp32.
+    - The other values are like "bf16", but quantize most matrices (see `MixedPrecisionPolicy`) before they are
+      gathered, and dequantize them to bf16 for use.
+
+    `unquantized_ends`: the number of layers at each end of a HybridModel that are not quantized.
     """
     if name == "fp32":
         return weft.MixedPrecisionPolicy()

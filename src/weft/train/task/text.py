@@ -207,8 +207,8 @@ def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
 
 
 def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
-    """Return the mean cross-entropy of the logits of `model(tokens)`. If the model's output has an attribute `logits`,
-    the logits are taken from there; otherwise the output is the logits.
+    """Return the mean cross-entropy of the logits of `model(tokens)`: the output's attribute `logits` or, without one,
+    the output itself.
 
     If the microbatch has documents, the model also gets `position_ids`, `cu_seqlens` and `use_cache=False`, each only
     if `forward` has that argument. With a cache, models of `transformers` would ignore that positions restart in each

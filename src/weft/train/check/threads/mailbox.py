@@ -14,7 +14,7 @@ class Mailbox:
     def __init__(self, ranks: int) -> None:
         self.turn = threading.Lock()
         self.failed = False
-        """Whether a rank has raised an exception. Each other rank then ends when it has to wait for a message."""
+        """Whether a rank has raised an exception."""
         self._messages: dict[Any, dict[int, list[Tensor]]] = defaultdict(dict)
         self._sent: dict[Any, int] = defaultdict(int)
         self._expected: dict[Any, int] = defaultdict(int)
@@ -39,8 +39,8 @@ class Mailbox:
         return number
 
     def take(self, key: Any, number: int, rank: int, what: Callable[[], str]) -> list[Tensor]:
-        """Return message `number` of `key`. Until it is sent, let other ranks run. `what`: returns the text about this
-        rank for a deadlock error. Raises Ended if another rank fails, or if all ranks are in a deadlock."""
+        """Return message `number` of `key`. Until it is sent, let other ranks run. Raises Ended if another rank fails,
+        or if all ranks are in a deadlock. `what`: returns the text about this rank for a deadlock error."""
         if number not in self._messages[key]:
             condition = threading.Condition(self.turn)
             self._blocked[key, number] = (rank, condition, what())
@@ -55,8 +55,8 @@ class Mailbox:
         return number in self._messages[key]
 
     def leave(self, rank: int, said: str) -> None:
-        """Record that `rank` has ended. If all ranks that have not ended wait for messages, this is a deadlock: each of
-        them then raises Ended. `said`: the text about `rank` in the message of a deadlock error."""
+        """Record that `rank` has ended. If all ranks that have not ended wait for messages, they are in a deadlock, and
+        raise Ended. `said`: the text about `rank` for a deadlock error."""
         self._alive -= 1
         self.ended[rank] = said
         self._look()

@@ -5,9 +5,9 @@
         send(tensors, 1, tag)              ----- mailbox ---->
         recv(tensors, 0, tag).wait()                          takes the message, or lets another thread run
 
-One thread runs at a time, from one wait for a message to the next. Therefore two threads never change the global state
-of Python modules at the same time. If all threads wait, they are in a deadlock, which is detected immediately. A
-message is copied when it is sent, and `send` never waits.
+One thread runs at a time, from one wait for a message to the next, so two threads never change the global state of
+Python modules at the same time. If all threads wait, they are in a deadlock, which is detected immediately. A message
+is copied when it is sent, and `send` never waits.
 
 Threads are slow, and meant only for the small models of `weft.train.check`.
 """
