@@ -165,8 +165,8 @@ class Backward:
     def begin(self, samples: Samples, full: Sequence[Sample]) -> Ranges | None:
         """Record the form of `samples`, unless all are None. Raises CaptureRefused if this form cannot be recorded.
 
-        Return the memory that a backward of any form may read. This is the memory that the form of `full` (samples for
-        all outputs) reads, because no other form reads more. If the form of `full` cannot be recorded, return None.
+        Return the memory that a backward of any form may read. No form reads more than that of `full` (samples for all
+        outputs). Return None if the form of `full` cannot be recorded.
         """
         first = None
         if any(samples):

@@ -80,8 +80,9 @@ class Backend(Protocol):
         """Run `function()` one or more times. Return its result, and a recording whose replays write into this result.
 
         `known`: the memory that the function may read but does not allocate. `behind`: an earlier recording that is
-        always replayed before the new one. Its memory holds valid values now. `capture` does not replay `behind`,
-        because this could overwrite values of later recordings that share its memory. Raises CaptureRefused if the
-        function cannot be captured.
+        always replayed before the new one, and whose memory holds valid values now. `capture` must not replay `behind`:
+        this could overwrite values of later recordings that share its memory.
+
+        Raises CaptureRefused if the function cannot be captured.
         """
         ...

@@ -4,10 +4,11 @@
     backward   gradients of outputs -> static ones | replay | static gradients -> autograd
 
 Between a forward and its backward a capture is busy: the next forward would overwrite the values saved for the
-backward. Autograd accumulates the gradients of parameters in `.grad`, as for an eager call. Autograd refuses a backward
-that reads a parameter or buffer that was written to since the forward. If weight gradients are delayed, their products
-have a separate recording. An eager backward queues the products, and a replayed backward queues this recording. The
-capture stays busy until the recording has run.
+backward. If weight gradients are delayed, a separate recording computes them after the backward. The capture stays busy
+until this recording has run.
+
+As for an eager call, autograd accumulates the gradients of parameters in `.grad`. It refuses a backward that reads a
+parameter or buffer that was written to since the forward.
 
 result of the function             result of a replay
 ---------------------------------  -------------------------------------------------------------------------------
@@ -215,9 +216,12 @@ class Captured:
     def _check_later(self, outputs: Sequence[Tensor], entered: Sequence[Tensor], reads: Ranges | None) -> None:
         """Determine the tensors whose versions autograd must check in a backward.
 
-        `reads`: the memory that a backward reads. None if it is unknown. Sets `_read`: the parameters and buffers to
-        check; `_shown`: the indices of inputs that share memory with an output; and two flags for each output, `_saved`
-        (a backward reads it) and `_shared` (it shares memory with another tensor).
+        `reads`: the memory that a backward reads. None if it is unknown. Sets these attributes:
+
+        - `_read`: the parameters and buffers to check
+        - `_shown`: the indices of inputs that share memory with an output
+        - `_saved`, `_shared`: for each output, whether a backward reads it, and whether it shares memory with another
+          tensor.
         """
         places, ranges = [*self._places.tensors()], [*map(range_of, outputs)]
         own = [range_of(local(each)) for each in places]
@@ -258,7 +262,8 @@ class Captured:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Tensor], *, copies: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Copy `inputs` into the static inputs, and replay the forward. `copies`: see `run`.
+        """Copy `inputs` into the static inputs (the tensors that the capture reads), and replay the forward. `copies`:
+        see `run`.
 
         Return all outputs, the outputs that are not differentiable, and the tensors that must not be written to before
         the backward.
@@ -283,7 +288,7 @@ class Captured:
     def backward(self, gradients: Sequence[Tensor | None], lease: Lease, *, ends: bool) -> Sequence[Tensor | None]:
         """Replay the backward, and return a gradient for each use of a leaf (see `Uses`). Delayed weight gradients are
         added to the lease's queue, not computed. `ends`: whether autograd frees the graph after this backward. If so,
-        the lease ends: at once or, with delayed gradients, when they have been computed."""
+        the lease ends when the delayed gradients (if any) have been computed."""
         if self._places.addresses() != self.addresses:
             raise RuntimeError(
                 "weights of a captured function have moved, or were frozen, between its forward and its backward: "

@@ -15,17 +15,20 @@ class Graphs(Settings):
 
     A replay launches one graph per part, not one kernel per operator.
 
-    - `scopes`: the parts of the layers of `weft.models` to capture, by default all of these: "attn", "mamba", "mlp"
-      (dense MLPs, and the shared expert), "moe_router", "moe_preprocess" (sorts rows by expert; needs "moe_router"),
-      "experts", and "finish" (the sum of the experts' outputs, and the residual sum). With one row per rank
-      (`rows_per="rank"`), "moe_preprocess" and the "finish" of experts are not captured. Without `pad_to_capacity`,
-      "experts" is not captured. With a `capacity_factor` but without `pad_to_capacity`, "moe_preprocess" is not
-      captured either.
+    - `scopes`: the parts of the layers of `weft.models` to capture. Default: all of these.
+        - "attn", "mamba"
+        - "mlp": dense MLPs, and the shared expert
+        - "moe_router"
+        - "moe_preprocess": the sorting of rows by expert. It needs "moe_router". It is not captured with one row per
+          rank (`rows_per="rank"`), nor with a `capacity_factor` but without `pad_to_capacity`.
+        - "experts": not captured without `pad_to_capacity`
+        - "finish": the sum of the experts' outputs, and the residual sum. For experts, it is not captured with one row
+          per rank.
     - `modules`: further modules to capture: their names in the root's `named_modules()`, or a predicate of name and
       module. A chosen module must not contain another chosen module or a separately sharded one (a unit).
-    - `warmup`: the number of passes that run eagerly before parts are captured. The count starts again with each new
-      memory plan (the layout of the buffers for gathered weights). A forward with its backward, an evaluation and a
-      call of a schedule count as one pass each.
+    - `warmup`: the number of passes that run eagerly before parts are captured. A forward with its backward, an
+      evaluation and a call of a schedule count as one pass each. The count starts again with each new memory plan (the
+      layout of the buffers for gathered weights).
     - `backend`: "cuda" (None means the same) or "tape". "tape" replays the operators one by one on the CPU. Use it
       to test captures without a GPU. It saves no time.
     """

@@ -14,8 +14,10 @@ def graph_report(model: nn.Module) -> dict[str, Any]:
 
     The result is {"captures": int, "replays": int, "eager": {reason: int}, "bytes": int, "scopes": {...}}. "scopes"
     maps names to dicts with the first four keys. The names are those of all scopes (such as "attn") that were called or
-    refused, and of all chosen modules. If a chosen module was never called, its numbers are 0. `model`: the root.
-    Raises ValueError if the root is not sharded, or was sharded without `RuntimeOptions(graphs=...)`.
+    refused, and of all chosen modules.
+
+    `model`: the root. Raises ValueError if the root is not sharded, or was sharded without
+    `RuntimeOptions(graphs=...)`.
     """
     return _table(model).report()
 

@@ -1,4 +1,5 @@
-"""All graphed calls of one model: the methods that they replace, and their common counts."""
+"""All graphed calls (methods whose calls are replayed from graphs if possible) of one model, and their common
+counts."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,8 +29,9 @@ class Engine(Protocol):
 
     @property
     def steady_passes(self) -> int:
-        """The number of passes that ended since the memory plan changed (a forward and its backward count as one). It
-        is 0 while a pass uses units in another order than the last pass of its kind."""
+        """The number of passes that ended since the memory plan (the layout of the buffers for gathered weights)
+        changed. A forward and its backward count as one. It is 0 while a pass uses units in another order than the last
+        pass of its kind."""
         ...
 
     @property
@@ -39,7 +41,7 @@ class Engine(Protocol):
 
 
 class GraphTable:
-    """The graphed calls of one model. `root`: its root module. Raises ValueError if `settings` choose an unknown or
+    """The graphed calls of one model, whose root module is `root`. Raises ValueError if `settings` choose an unknown or
     unsuitable module, no part of the model, or a backend that does not run on `device`."""
 
     def __init__(self, settings: Settings, root: nn.Module, engine: Engine, device: torch.device) -> None:
@@ -91,8 +93,8 @@ class GraphTable:
         return "weft.debug.guard_memory is active" if guard.guards else None
 
     def may_capture(self) -> bool:
-        """Return whether the memory plan (the layout of the buffers for gathered weights) has been steady for `warmup`
-        passes. Gathered weights are then expected to keep their addresses."""
+        """Return whether the memory plan has been steady for `warmup` passes. Gathered weights are then expected to
+        keep their addresses."""
         return self._engine.steady_passes >= self.settings.warmup
 
     @property

@@ -5,10 +5,11 @@ interface         when a backward is tried              when it is captured     
 weight_gradient   returns scratch memory; calls noted   returns the engine's buffer    called in order before the replay
 main_grad         is scratch memory; flags noted        is the engine's buffer         flags set again after the replay
 
-The calls are of the function `weight_gradient`. The flags are the attributes `grad_added_to_main_grad` of parameters.
-A backward is tried first, to find out which gradients it writes. A graph fixes the addresses of the engine's buffers.
-It also fixes whether the backward overwrites a buffer or adds to it. Therefore the first microbatch and later
-microbatches have separate recordings.
+The engine is the runtime that a model's units share. The calls are of the function `weight_gradient`. The flags are the
+attributes `grad_added_to_main_grad` of parameters. A backward is tried first, to find out which gradients it writes.
+
+A graph fixes the addresses of the engine's buffers, and whether the backward overwrites a buffer or adds to it. The
+first microbatch and later microbatches therefore have separate recordings.
 """
 
 from collections.abc import Callable, Iterator, Sequence

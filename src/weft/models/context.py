@@ -343,20 +343,23 @@ def require_borders(documents: Any, tokens: Tensor) -> None:
 def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
     """Return this rank's part of a batch whose rows are cut over the ranks of `meshes.cp`.
 
-    Each of these ranks must call the function with the same batch. `batch`: a dict of tensors [batch, seq, ...], with
-    the key "tokens". The dict may also have the key "documents", with a `Documents`.
+    `batch`: a dict of tensors [batch, seq, ...], equal on all of these ranks, with the key "tokens". It may also have
+    the key "documents", with a `Documents`.
 
         part = context_part({"tokens": tokens, "labels": labels, "documents": documents}, meshes)
         loss = model(part.pop("tokens"), **part)
 
+    The result always has "documents": a `Slices`, which the model takes in place of a `Documents`.
+
     Rows are padded at their end to a multiple of 2 x cp (with tensor-parallel ranks, of cp x lcm(2, tp)). "labels" are
     padded with -100, all other tensors with 0. If the batch has "documents", labels are also set to -100 at the last
-    position of each document and where `documents` have padding. (For the exception see `Documents.continues`.) The
-    result always has "documents": a `Slices`, which the model takes in place of a `Documents`.
+    position of each document (for the exception see `Documents.continues`) and where `documents` have padding.
 
-    Raises `ValueError` if `meshes.cp` is None, if a value is not a tensor, and if the shape of a tensor or of
-    "documents" does not fit "tokens". Raises `TypeError` if the batch has no tensor "tokens", and if "documents" is not
-    a `Documents`. A `Slices` is rejected too: its batch is already cut.
+    Raises:
+        ValueError: `meshes.cp` is None, a value is not a tensor, or the shape of a tensor or of "documents" does not
+            fit "tokens".
+        TypeError: the batch has no tensor "tokens", or "documents" is not a `Documents`. A `Slices` is rejected too:
+            its batch is already cut.
     """
     if meshes.cp is None:
         raise ValueError(

@@ -2,8 +2,8 @@
 same cost.
 
 The cost of a layer is the number of weights that one token uses. Routed experts to which the token is not sent are not
-counted. The last stage also has the head and the prediction depths. The cost of a prediction depth is the cost of its
-projection, its layers and the head.
+counted. The last stage also has the head and the prediction depths (multi-token prediction). The cost of a prediction
+depth is the cost of its projection, its layers and the head.
 """
 
 from collections import Counter

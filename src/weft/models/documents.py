@@ -55,10 +55,13 @@ class Documents:
     - `continues`: whether the text of each row's last document continues after the row. If so, the loss uses the label
       at the row's last position, which is the first token after the row. Otherwise, the loss ignores this label.
 
-    Two `Documents` are equal if all their fields are equal. The constructor checks three rules on the host, and raises
-    `ValueError` if one is broken: The batch has at least one position. The starts ascend, are inside the batch, and
-    include the first position of each row. The numbers in `padding` are indices of `starts`. The methods `from_...`
-    raise `TypeError` for an argument that is not a tensor.
+    Two `Documents` are equal if all their fields are equal.
+
+    The constructor checks three rules on the host, and raises `ValueError` if one is broken: The batch has at least one
+    position. The starts ascend, are inside the batch, and include the first position of each row. The numbers in
+    `padding` are indices of `starts`.
+
+    The methods `from_...` raise `TypeError` for an argument that is not a tensor.
     """
 
     batch: int

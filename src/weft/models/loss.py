@@ -19,10 +19,11 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     `logits`: [..., vocabulary]. `labels`: [...] int64. Returns a scalar, which is NaN if every label is -100. The
     loss is computed in float32, or in float64 for float64 logits.
 
-    If `logits` require a gradient, forward also computes the gradient, some rows at a time, and stores it in the dtype
-    of `logits`. Temporary copies of logits have only these rows (see `rows_at_a_time`). Backward scales the gradient
-    in place, so a loss can be backpropagated only once, even with `retain_graph`. A second backward raises
-    `RuntimeError`.
+    If `logits` require a gradient, forward also computes the gradient and stores it in the dtype of `logits`. It works
+    on some rows at a time, so temporary copies of logits have only these rows (see `rows_at_a_time`).
+
+    Backward scales the gradient in place, so a loss can be backpropagated only once, even with `retain_graph`. A second
+    backward raises `RuntimeError`.
     """
     check_labels(logits, labels)
     return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten())

@@ -34,10 +34,11 @@ class HybridModel(nn.Module):
     """A language model: an embedding, the layers that `cfg.pattern` describes, and a head that scores the next token.
 
     The pattern may also describe prediction depths (multi-token prediction). With tied embeddings, the head uses the
-    weight of the embedding. Initial weights depend only on `cfg`, the dtype, the type of device, and a seed that is
-    drawn from torch's CPU generator when the first weight is filled. They do not depend on `meshes`. If you build the
-    model on the meta device, they also do not depend on the order in which you materialize its modules (`to_empty` and
-    `reset_parameters`).
+    weight of the embedding.
+
+    Initial weights depend only on `cfg`, the dtype, the type of device, and a seed that is drawn from torch's CPU
+    generator when the first weight is filled. They depend neither on `meshes` nor, for a model on the meta device, on
+    the order in which its modules are materialized (`to_empty` and `reset_parameters`).
 
     With a pipeline (`meshes.pp`), this rank has only some stages of the model. If the pattern has `|`, each segment of
     the pattern is a stage. Otherwise the layers are cut into stages of about equal cost. Parameters have the same names
@@ -47,17 +48,19 @@ class HybridModel(nn.Module):
       ranks, or 1 for a pattern without `|`. Without pipeline ranks, the model has stages only if `chunks` is above 1.
     - `placement`: which stages a rank gets, "loop" or "v" (see `weft.pipeline.placement`).
 
-    With `meshes.tp`, layers are split over the ranks of that axis (see `weft.models.tensor_parallel`). Experts are not
-    split if `meshes.etp` is None. All of these ranks call the model with the same tokens, and get the same logits and
-    the same loss. The parameters are DTensors. (Those of whole experts that are spread over ranks become DTensors in
-    `weft.models.shard`.) A rank has the hidden states of only some positions: where a docstring of this class gives
-    their shape as [batch, seq, hidden] or [B, S, D], a rank has [batch, seq / tp, hidden].
+    With `meshes.tp`, layers are split over the ranks of that axis (see `weft.models.tensor_parallel`), experts only
+    with `meshes.etp`. All of these ranks call the model with the same tokens, and get the same logits and the same
+    loss. The parameters are DTensors (those of whole experts that are spread over ranks, only after
+    `weft.models.shard`).
+
+    A tensor-parallel rank has the hidden states of only some positions: where a docstring of this class gives their
+    shape as [batch, seq, hidden] or [B, S, D], the rank has [batch, seq / tp, hidden].
 
     With `meshes`, all ranks must build their models in the same order, because the constructor may create process
     groups.
 
-    Raises `ValueError` if an axis of `meshes`, or the size of an axis, does not fit the model. An example is `ep` for a
-    pattern without experts. Also raises `ValueError` if `chunks` or `placement` does not fit the pattern and the ranks.
+    Raises `ValueError` if an axis of `meshes`, or the size of an axis, does not fit the model, such as `ep` for a
+    pattern without experts. Also raises it if `chunks` or `placement` does not fit the pattern and the ranks.
     """
 
     origin: Any = None
@@ -128,8 +131,8 @@ class HybridModel(nn.Module):
     def tied_ends(self) -> Sequence[nn.Module]:
         """This rank's modules that the model uses both before and after its layers.
 
-        If a tied head or prediction depths also use the embedding, the list has the embedding or this rank's copy of
-        it. On a rank without the embedding, the list is empty. If only the input uses the embedding, it is empty too.
+        If a tied head or prediction depths use the embedding too, this is the embedding, or this rank's copy of it.
+        Otherwise, and on a rank without either, the list is empty.
         """
         ties = self.cfg.tie_word_embeddings or self.cfg.parsed.depths > 0
         return [self.embedding] if ties and self.embedding is not None else []
@@ -305,18 +308,15 @@ class HybridModel(nn.Module):
             tokens: [batch, seq] int64.
             labels: [batch, seq] int64. `labels[b, s]` is the token that follows `tokens[b, s]` (already shifted), or
                 -100 to ignore the position.
-            cache: a dict for generation. Pass an empty dict to the first call, and the same dict to later calls. The
-                `tokens` of a later call continue the sequence of the earlier calls. Each call updates the dict and
-                returns the logits of its own `tokens`. Within rounding, they are equal to the logits that one call with
-                the whole sequence returns for these positions. One exception is a `rope_scaling` of type "dynamic" or
-                "longrope", whose rotation depends on the length of the sequence. The logits are then equal to those of
-                one call with the sequence up to the last of these `tokens`. A call that changes the rotation of earlier
-                positions recomputes these positions. Another exception is a `capacity_factor`: each call applies the
-                capacity to its own tokens only.
-            documents: the documents and the padding in the rows. No information passes between documents,
-                except in routers: auxiliary losses and capacities of experts are computed over whole rows. (With
-                context parallelism, the losses are computed over each rank's slices.) The label at a document's last
-                position is ignored (for the exception see `Documents.continues`).
+            cache: a dict for generation. Pass an empty dict to the first call, and the same dict to later calls, whose
+                `tokens` continue the sequence. Each call updates the dict and returns the logits of its own `tokens`.
+                Within rounding, these are the logits that one call with the sequence up to the last of these `tokens`
+                returns, except that a `capacity_factor` applies to the tokens of each call separately. With a
+                `rope_scaling` of type "dynamic" or "longrope", a call that changes the rotation of earlier positions
+                recomputes these positions.
+            documents: the documents and the padding in the rows. No information passes between documents, except in
+                routers, whose auxiliary losses and capacities ignore the borders of documents. The label at a
+                document's last position is ignored (for the exception see `Documents.continues`).
             depths: if True, return only a list with the logits of each prediction depth (see `prediction_logits`).
 
         Without labels, returns the logits [batch, seq, vocabulary]. With labels, returns a scalar: the mean
@@ -324,13 +324,14 @@ class HybridModel(nn.Module):
         losses of routers and prediction depths are added to it.
 
         Raises:
-            ValueError: if the shape of `documents` or `labels` differs from the shape of `tokens`. For `documents`
-                together with a cache. For `depths` together with labels or a cache. For a cache that holds only states
-                of other models, or has a different number of rows. With tensor parallelism, for any cache, and for rows
-                whose length is not a multiple of tp. With context parallelism, for a batch that is not from
-                `context_part`.
-            TypeError: for `documents` of a wrong type.
-            RuntimeError: if the model is cut into pipeline stages on several ranks.
+            ValueError:
+                - The shape of `documents` or `labels` differs from the shape of `tokens`.
+                - `documents` together with a cache, or `depths` together with labels or a cache.
+                - The cache holds only states of other models, or has a different number of rows.
+                - With tensor parallelism: any cache, or rows whose length is not a multiple of tp.
+                - With context parallelism: a batch that is not from `context_part`.
+            TypeError: `documents` has a wrong type.
+            RuntimeError: the model is cut into pipeline stages on several ranks.
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(

@@ -25,10 +25,11 @@ _MARK = "is_quantized"
 def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Return a copy of `policy` whose `quantize` function selects weights of `model` (see the top of this file).
 
-    Return `policy` itself if it has no `param_quantization`, or if its `quantize` is your own function. If `quantize`
-    is `except_ends(first, last)`, the first `first` and the last `last` layers are not quantized. Each symbol of the
-    pattern counts as a layer, including the symbols of prediction depths. Raises `ValueError` if no layer would be
-    quantized, or if experts whose weights would be quantized are parametrized.
+    Return `policy` itself if it has no `param_quantization`, or if its `quantize` is your own function. With
+    `except_ends(first, last)`, the first `first` and the last `last` layers are not quantized. Each symbol of the
+    pattern counts as a layer, including the symbols of prediction depths (multi-token prediction).
+
+    Raises `ValueError` if no layer would be quantized, or if experts whose weights would be quantized are parametrized.
     """
     if policy.param_quantization is None or not (policy.quantize is None or isinstance(policy.quantize, ExceptEnds)):
         return policy

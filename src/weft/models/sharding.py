@@ -11,15 +11,17 @@ from weft.models.narrow import choose_weights
 
 
 def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
-    """Shard `model` in place, in units (one call of `weft.fully_shard` each), and return `model`.
+    """Shard `model` in place, in units (one call of `weft.fully_shard` each), and return `model`. The units are:
 
-    Each logical layer of the main part and each prediction depth (with its layers) becomes one unit over
-    `meshes.dense`. In each layer, experts that are spread over ranks become a separate unit over `meshes.expert`. Each
-    parameter of these experts is a DTensor with the shape of all experts, and is also sharded over `meshes.ep` (over
-    `meshes.expert_parts` if `meshes.etp` splits each expert). The gradients of experts are averaged over all
-    data-parallel ranks, like all other gradients. An embedding that the first and the last stage of a pipeline share is
-    one more unit. The model itself is the root unit. The root unit has this rank's other parameters: embedding, final
-    norm and head.
+    - each logical layer of the main part, and each prediction depth (multi-token prediction) with its layers, over
+      `meshes.dense`
+    - in each layer, experts that are spread over ranks, over `meshes.expert`. Each parameter of these experts is a
+      DTensor with the shape of all experts, and is also sharded over `meshes.ep` (over `meshes.expert_parts` if
+      `meshes.etp` splits each expert).
+    - an embedding that the first and the last stage of a pipeline share
+    - the model itself, the root, with this rank's other parameters: embedding, final norm and head.
+
+    The gradients of experts are averaged over all data-parallel ranks, like all other gradients.
 
     `options` are passed to each `weft.fully_shard` call, with these exceptions:
 
@@ -32,9 +34,10 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     are quantized. With `quantize=weft.quantize.except_ends(first, last)`, the layers of the pattern's first `first`
     and last `last` symbols are not quantized.
 
-    Raises `TypeError` if `model` is not a `HybridModel`, or if another module is in place of experts that must be
-    spread. Raises `ValueError` if `meshes` does not fit the model, if `except_ends` leaves no layer to quantize,
-    or if experts whose weights would be quantized are parametrized.
+    Raises:
+        TypeError: `model` is not a `HybridModel`, or another module is in place of experts that must be spread.
+        ValueError: `meshes` does not fit the model, `except_ends` leaves no layer to quantize, or experts whose weights
+            would be quantized are parametrized.
     """
     if not isinstance(model, HybridModel):
         raise TypeError(f"models.shard got a {type(model).__name__}: pass a HybridModel; fully_shard takes any module")

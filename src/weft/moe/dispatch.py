@@ -46,12 +46,10 @@ class Handle:
     - `offsets` [local experts] int32: the index after each expert's last row, once the rows are sorted by expert.
     - `by_expert` [received] int64: the index that sorts arrived rows by expert. `by_arrival` [received] int64: its
       inverse. Both are None if the rows arrive sorted by expert, or if `rows_per` is "rank".
-    - `permutation`, `visits`, `arrived`: set by the `MoE` layer, not by the dispatcher. If `rows_per` is "expert",
-      `permutation` maps the sent rows to tokens. If `rows_per` is "rank", `visits` maps the sent rows to tokens, and
-      `arrived` maps the arrived rows to experts.
+    - `permutation` (if `rows_per` is "expert") or `visits` (if "rank"): maps the sent rows to tokens. `arrived` (if
+      "rank"): maps the arrived rows to experts. The `MoE` layer sets these three, not the dispatcher.
 
-    The fields that the dispatcher sets are valid after `ready`, or after `Arrival.wait` has returned the dispatched
-    rows.
+    The other fields are valid after `ready`, or after `Arrival.wait` has returned the dispatched rows.
     """
 
     sent: int
@@ -131,17 +129,12 @@ class Dispatcher(Protocol):
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
         """Start to send rows to their experts' ranks; [sent or more, width] -> [received, width].
 
-        `width`: the hidden size, or more if a row also holds weights and numbers of experts (see `weft.moe.visits`).
-
         `rows` must be sorted by target rank. Only the first `handle.sent` rows are sent. There may be more rows only if
-        `rows_per` is "rank".
-
-        On CUDA, `AllToAll` makes the host wait for the numbers of rows. On CPU, it sends the rows in the
-        background once these numbers are known.
+        `rows_per` is "rank". `width`: the hidden size, or more if a row also holds weights and numbers of experts (see
+        `weft.moe.visits`).
 
         `behind`: an event (`weft.comm.streams.moment`) that was recorded after the work that computes `rows`. If `rows`
-        are contiguous, the exchange waits only for this event. If they are not, or if `behind` is None, the exchange
-        waits for all work issued to the current stream so far.
+        are contiguous, the exchange waits for this event instead of all work issued to the current stream so far.
         """
         ...
 
@@ -200,14 +193,14 @@ class AllToAll:
     into equal ranges, one for each rank, in rank order.
 
     `rows_per`: "rank" sends a token once to each rank that has any of its experts. "expert" sends a token once for each
-    of its experts. With "expert", the outputs of a layer are bit-equal to those of one process if the router's logits
-    are. This is not guaranteed for layers with a shared expert or a `latent_size`.
+    of its experts. With "expert", the outputs of a layer without a shared expert and without a `latent_size` are
+    bit-equal to those of one process if the router's logits are.
 
-    Collective: every rank of the group must build its dispatchers in the same order. Rows use a lane (a communication
-    queue that runs in parallel with the computation). The numbers of rows use a second lane, so that they never wait
-    for rows. If the group uses a backend other than gloo, the numbers of rows also use a second communicator, because
-    such a backend runs the operations of one communicator one after another. Over gloo on CPU, if ranks run different
-    numbers of expert layers, a rank that waits for the others raises CollectiveMismatch.
+    Collective: every rank of the group must build its dispatchers in the same order. Over gloo on CPU, if ranks run
+    different numbers of expert layers, a rank that waits for the others raises CollectiveMismatch.
+
+    Rows and the numbers of rows use two lanes (communication queues that run in parallel with the computation), so that
+    the numbers never wait for rows. With a backend other than gloo, the numbers also use a second communicator.
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int, *, rows_per: str = "rank") -> None:
@@ -254,8 +247,11 @@ class AllToAll:
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
         """Start to send rows to the ranks of their experts; [sent or more, width] -> [received, width]. See
-        `Dispatcher.dispatch`. Raises ValueError for fewer rows than `plan` counted. If `rows_per` is "expert", it also
-        raises ValueError for more rows."""
+        `Dispatcher.dispatch`.
+
+        On CUDA, the host waits for the numbers of rows. On CPU, the rows are sent in the background once these numbers
+        are known. Raises ValueError for fewer rows than `plan` counted and, if `rows_per` is "expert", for more rows.
+        """
         assert isinstance(handle, _ExchangeHandle)
         if streams.has_streams(rows.device):
             handle.ready()

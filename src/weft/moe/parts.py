@@ -42,10 +42,11 @@ class Cut:
 class Part:
     """The part of one parameter that a rank uses in its computation.
 
-    `is_cut`: whether the parameter is sharded along `dim`, so that a rank stores only its slice. `spans`: the (start,
-    length) of each piece that the rank uses along `dim`; None if the rank uses the whole parameter. `share`: whether
-    each rank uses the parameter divided by the number of ranks, because the outputs of all ranks are summed. An example
-    is the bias of a row-parallel projection.
+    - `is_cut`: whether the parameter is sharded along `dim`, so that a rank stores only its slice.
+    - `spans`: the (start, length) of each piece that the rank uses along `dim`. None: the rank uses the whole
+      parameter.
+    - `share`: whether each rank uses the parameter divided by the number of ranks, because the outputs of all ranks are
+      summed. An example is the bias of a row-parallel projection.
     """
 
     mesh: DeviceMesh

@@ -47,9 +47,9 @@ class Permutation:
     def bags(self) -> tuple[Tensor, Tensor]:
         """The arguments `indices` and `offsets` of `torch.embedding_bag`, with one bag per token.
 
-        `indices` [rows]: the indices of the rows, sorted by token, then by slot. `offsets`: the start of each bag,
-        then the number of rows. With `kept`, there may be more rows than kept assignments. `indices` then ends with
-        zeros, one for each extra row, which form one more bag after the tokens' bags.
+        `indices` [rows]: the indices of the rows, sorted by token, then by slot. `offsets`: the start of each bag, then
+        the number of rows. If there are more rows than kept assignments, one more bag follows the tokens' bags, with a
+        0 for each extra row.
         """
         tokens, k = self.rows.shape
         if self.kept is None:

@@ -68,10 +68,8 @@ class Router(nn.Module):
         aux_loss_coef: the coefficient of the balance loss of DeepSeek-V3 (equations 17 to 20). The loss of a sequence
             is the sum over experts of f * P. f is the expert's number of assignments, divided by the mean of these
             numbers over experts. P is the expert's score, divided by the sum of the token's scores and averaged over
-            tokens. Assignments that are dropped later are counted too. The loss of a batch is the mean over its
-            sequences. If all data-parallel ranks have the same number of sequences, the mean over these ranks equals
-            the loss of one process on all sequences. With context parallelism, a rank's part of a sequence counts as a
-            sequence.
+            tokens. The loss of a batch is the mean over its sequences. With context parallelism, a rank's part of a
+            sequence counts as a sequence.
         z_loss_coef: the coefficient of the z-loss, which is the mean of logsumexp(logits)^2 over tokens (ST-MoE,
             arXiv:2202.08906, equation 5).
         capacity_factor: an expert accepts at most ceil(factor * seq * k / num_experts) assignments of a sequence: those
@@ -246,9 +244,9 @@ class Router(nn.Module):
         return _best(scores, self.top_k)
 
     def _means(self, logits: Tensor, scores: Tensor, batch: int, seq: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return two results for this rank's tokens. The first: each expert's share of a token's scores, averaged over
-        the tokens of each sequence, [batch, num_experts]; None if `aux_loss_coef` is 0. The second: the z-loss times
-        `z_loss_coef`; None if `z_loss_coef` is 0."""
+        """Return two results for this rank's tokens, each None if its coefficient is 0. The first: each expert's share
+        of a token's scores, averaged over the tokens of each sequence, [batch, num_experts] (for `aux_loss_coef`). The
+        second: the z-loss times `z_loss_coef`."""
         # Sums divided by counts, not means: a rank without tokens has a loss of 0, not NaN.
         mean = squares = None
         if self.aux_loss_coef:

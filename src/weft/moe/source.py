@@ -27,9 +27,9 @@ class WeightSource:
     The seed is drawn from torch's global CPU generator (`torch.manual_seed`) when the first weight is filled, and then
     kept. With the same seed, a weight that is filled from `source / "decoder" / "0"` gets the same values on every
     rank, no matter what was filled before. Therefore a pipeline stage can fill only its own layers, a rank can fill
-    only its own experts, and a model on the meta device can be materialized module by module. Values differ between
-    device types: a weight that is filled on an accelerator is not equal to the same weight filled on the CPU. They may
-    also differ between dtypes.
+    only its own experts, and a model on the meta device can be materialized module by module.
+
+    Values differ between device types, and may differ between dtypes.
     """
 
     def __init__(self) -> None:

@@ -14,16 +14,17 @@ Ranks = dist.ProcessGroup | DeviceMesh | None
 
 @torch.no_grad()
 def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
-    """Return the number of assignments to each expert since the last reset, for each expert layer.
+    """Return the number of assignments (pairs of a token and a chosen expert) of each expert since the last reset, for
+    each expert layer.
 
     Each value is a tensor [num_experts] int64; the keys are the layers' names in `model`. Forwards in training mode are
     counted, but not their recomputation in backward. Assignments that a capacity drops are included.
 
     `reset`: set the counters to zero afterwards. `group`: sum the counts over the ranks of this process group or mesh
-    of data-parallel ranks, such as `meshes.dense`. None: return the counts of this rank. With a `group`, if each
-    tensor-parallel rank routes only its own positions, the counts are also summed over the tensor-parallel ranks. If
-    each routes all positions, these ranks have equal counts, which are not summed. All ranks over which counts are
-    summed must call this function.
+    of data-parallel ranks, such as `meshes.dense`. None: return the counts of this rank.
+
+    With a `group`, if each tensor-parallel rank routes only its own positions, the counts are also summed over the
+    tensor-parallel ranks. All ranks over which counts are summed must call this function.
     """
     return _read(model, "load", reset, group)
 
@@ -33,9 +34,10 @@ def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> 
     """Return each expert layer's router loss, summed over forwards since the last reset: fp32 scalars by layer name.
 
     A router loss is the balance loss plus the z-loss, already multiplied by their coefficients. To get the mean, divide
-    by the number of forwards and, if `group` is given, by the size of `group`. The arguments and the counted forwards
-    are the same as in `load_statistics`. Losses are summed over the ranks of `group` only. They need no sum over
-    tensor-parallel ranks, because each rank's loss already covers the positions of all these ranks.
+    by the number of forwards and, if `group` is given, by the size of `group`.
+
+    The arguments and the counted forwards are the same as in `load_statistics`. But losses are summed over the ranks of
+    `group` only: each rank's loss already covers the positions of all tensor-parallel ranks.
     """
     return _read(model, "router.added_loss", reset, group)
 

@@ -10,10 +10,11 @@ The row also holds the numbers and weights of the token's experts on that rank.
     row   | hidden ...... | weight 0 .. m-1 | expert 0 .. m-1 |     m: as many experts as a token can visit on one rank
 
 The bits of the weights and expert numbers are stored as elements of the row's dtype, so that one tensor holds whole
-rows. In backward, rows contain the gradients of the weights in place of the weights. An expert's weight is applied
-once, on the expert's rank. The expert's rank sums the outputs for a row in the order in which the router chose the
-experts, best first. The token's rank sums over ranks in rank order. Both sums are in fp32 or wider, and their results
-are the same in every run.
+rows. In backward, rows contain the gradients of the weights in place of the weights.
+
+An expert's weight is applied once, on the expert's rank. The expert's rank sums the outputs for a row in the order in
+which the router chose the experts, best first. The token's rank sums over ranks in rank order. Both sums are in fp32 or
+wider, and their results are the same in every run.
 """
 
 import threading
@@ -36,7 +37,7 @@ class Visits:
     """The ranks that this rank's tokens visit. A token visits each rank that has any of the token's experts.
 
     Each visit is one row. A row has m slots (see `width_of`) for the token's experts on the visited rank. Slots may be
-    unused.
+    unused. An assignment is a token's choice of one expert.
 
     - `counts` [ranks] int64: the number of rows to each rank.
     - `permutation`: maps tokens to their rows. The rows are sorted by rank, then by token.
@@ -161,10 +162,10 @@ def columns(width: int, weights: torch.dtype, rows: torch.dtype) -> int:
 
 
 def arrange(rows: Tensor, width: int, weights: torch.dtype, experts: int, assignments: int) -> Permutation:
-    """Return the permutation that sorts the assignments of arrived rows by expert.
+    """Return the permutation that sorts the pairs (row, expert) of the arrived rows by expert.
 
     `width`: the number of expert slots in a row. `weights`: the dtype of the weights. `experts`: the number of experts
-    on this rank. `assignments`: the number of assignments in all rows.
+    on this rank. `assignments`: the number of pairs.
     """
     beside = columns(width, weights, rows.dtype)
     numbers = _bits(rows.detach()[:, -beside:], _INTEGERS[weights.itemsize]).long()
@@ -175,8 +176,8 @@ def arrange(rows: Tensor, width: int, weights: torch.dtype, experts: int, assign
 def open_up(rows: Tensor, places: Permutation, weights: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the hidden states of the arrived rows, [assignments, hidden], and their weights, [rows, m].
 
-    Each row's hidden state occurs once for each of the row's experts. The hidden states are sorted by expert.
-    `places`: the result of `arrange`. `weights`: the dtype of the weights.
+    A row's hidden state occurs once for each of the row's experts. The hidden states are sorted by expert. `places`:
+    the result of `arrange`. `weights`: the dtype of the weights.
     """
     return _OpenUp.apply(rows, places, weights)
 

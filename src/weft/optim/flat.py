@@ -54,17 +54,20 @@ def flat(
     Gradients may have a narrower dtype than the weights (`main_grads_dtype`). If `optimizer` does not take such
     gradients, `step` casts them to the dtype of the weights, one flat tensor at a time.
 
-    The `.grad` of a flat tensor is a DTensor over all ranks, so that `torch.amp.GradScaler` skips a step on all ranks
-    or on none. Do not use `GradScaler` with pipeline stages, where a rank has only the gradients of its own stages. If
-    ranks have different experts, use `GradScaler` only if the gradients of experts and of other parameters have the
-    same dtype. Otherwise a rank may miss overflows in the experts of other ranks.
+    `torch.amp.GradScaler` skips a step on all ranks or on none. Do not use it with pipeline stages, where a rank has
+    only the gradients of its own stages. If ranks have different experts, use it only if the gradients of experts and
+    of other parameters have the same dtype. Otherwise a rank may miss overflows in the experts of other ranks.
 
-    Frozen sharded parameters are included, and are updated once they have gradients. Exceptions are parameters that are
-    kept only in quantized form: after you unfreeze one, build the optimizer again. Otherwise, `step` raises ValueError.
+    Frozen sharded parameters are included, and are updated once they have gradients. After you unfreeze a parameter
+    that is kept only in quantized form, build the optimizer again: otherwise, `step` raises ValueError.
 
-    Raises ValueError if `optimizer` is not in `ELEMENT_WISE`, or if a trainable parameter is not sharded. Also raises
-    ValueError if `optimizer` does not take gradients in `main_grads_dtype`, and this dtype is not narrower than the
-    dtype of the weights. Raises TypeError if `optimizer` is not a class or `model` is not a module.
+    Raises:
+        ValueError:
+            - `optimizer` is not in `ELEMENT_WISE`.
+            - A trainable parameter is not sharded.
+            - `optimizer` does not take gradients in `main_grads_dtype`, and this dtype is not narrower than the dtype
+              of the weights.
+        TypeError: `optimizer` is not a class, or `model` is not a module.
     """
     if not isinstance(optimizer, type):
         raise TypeError(
@@ -137,8 +140,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         `closure`: as in `torch.optim`, computes the loss and the gradients.
 
-        Raises ValueError if a parameter that was left out when the optimizer was built has a gradient now. Frozen
-        parameters were left out if they are not sharded, or are kept only in quantized form.
+        Raises ValueError if a parameter has a gradient but is not in this optimizer. Such a parameter was frozen when
+        the optimizer was built, and was not sharded or was kept only in quantized form.
         """
         if closure is not None:  # the closure runs the backward
             with torch.enable_grad():

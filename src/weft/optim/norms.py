@@ -1,5 +1,8 @@
 """Norms over a whole sharded model: each rank sums over its parts of all units, and the ranks' sums are added.
 
+The model's mesh is the largest mesh that is not a mesh of experts. If several of its ranks hold an element, each rank
+counts only a share of it. The sum over the ranks then counts every element once:
+
     the unit's mesh                           holders of an element                  its share in a rank's sum
     ----------------------------------------  -------------------------------------  ---------------------------
     the model's mesh, cut over all axes       one rank                               all of it
@@ -9,11 +12,9 @@
     whole experts on tensor-parallel ranks*   one rank of each replica in this mesh  1 / replicas in this mesh**
 
 *   Other ranks have other experts.
-**  The sums are then added over the tensor-parallel ranks, if these are outside of the model's mesh. Expert-parallel
-    ranks are inside.
+**  The sums are then added over the tensor-parallel ranks too, if these are outside of the model's mesh.
 
-The model's mesh is the largest mesh that is not a mesh of experts. The sum of the shares over its ranks counts every
-element once. This sum takes at most one all-reduce per mesh axis, and one per tensor-parallel group.
+A norm takes at most one all-reduce per mesh axis, and one per tensor-parallel group.
 """
 
 import math
@@ -38,11 +39,12 @@ from weft.mesh import parts_of, ranks_over
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients of a sharded model, a 0-D tensor, on every rank. Collective.
 
-    The norm is fp32, or fp64 if any gradients on this pipeline stage are fp64, so stages may round it differently.
     Every element of all stages counts once, even if it is replicated, belongs to an expert, or is in a tensor-parallel
-    slice. Unsharded parameters also count, and must have the same gradients on all ranks. Frozen parameters whose
-    `.grad` is set count too. The norm takes about one kernel per flat buffer of gradients, and one small all-reduce per
-    mesh axis. Tensor parallelism adds one small all-reduce, and pipeline stages add one small all-gather.
+    slice. Unsharded parameters also count, and must have the same gradients on all ranks.
+
+    The norm is fp32, or fp64 if any gradients on this pipeline stage are fp64. It takes about one kernel per flat
+    buffer of gradients, and one small all-reduce per mesh axis. Tensor parallelism adds one small all-reduce, and
+    pipeline stages add one small all-gather.
 
     `norm_type`: the order of the norm, such as 2.0 or `math.inf`. Raises TypeError if `model` is not a module, and
     ValueError if nothing in it is sharded or `norm_type` is not positive.
@@ -135,11 +137,11 @@ class ModelRanks:
 
     def beyond(self, slices: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         """Return the process group over which sums of some tensors must be reduced, in addition to `combine`.
-        `slices`: the process group of the ranks that have slices of these tensors. They are tensor-parallel ranks or,
-        for whole experts, expert-parallel ranks.
 
-        Return None if `slices` is None (the tensors are not sliced), or if all ranks of `slices` are in the model's
-        mesh, so that `combine` already reduces over them.
+        `slices`: the process group of the ranks that have slices of these tensors, or None for tensors without slices.
+        They are tensor-parallel ranks or, for whole experts, expert-parallel ranks.
+
+        Return None if `combine` already reduces over all ranks that have a part of these tensors.
         """
         if slices is None or self._everyone.issuperset(dist.get_process_group_ranks(slices)):
             return None
@@ -240,7 +242,7 @@ def _total(groups: Sequence[ParameterGroup], norm_type: float) -> torch.Tensor:
 
 
 def _pieces_of(group: ParameterGroup) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup | None]]:
-    """Yield `(piece, slices)` for each piece of this rank's gradients of `group`. `slices`: the process group over
+    """Yield this rank's gradients of `group` in pieces, as tuples `(piece, slices)`. `slices`: the process group over
     which tensor parallelism slices the parameters of the piece, or None. The pieces are empty tensors if `group` has no
     gradients."""
     main = group.gradients.main
@@ -258,8 +260,8 @@ def _whole_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
 def _shares(
     kinds: dict[int, list[torch.Tensor]], norm_type: float, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the sum of norm ** norm_type over all pieces, each divided by its number of copies; for `math.inf`, the
-    largest norm. `kinds`: maps a number of copies to the pieces that have it."""
+    """Return the sum of norm ** norm_type over all pieces, each divided by the number of ranks that hold it; for
+    `math.inf`, the largest norm. `kinds`: maps a number of ranks to the pieces that so many ranks hold."""
     shares = []
     for copies, tensors in kinds.items():
         # Norms of offloaded gradients are in CPU memory.

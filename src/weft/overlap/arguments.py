@@ -21,9 +21,8 @@ _LAYER_MEMBERS = ("stages", "dispatcher", "attend", "experts", "finish", "expert
 
 
 def layers_of(model: Any) -> Sequence[StagedLayer]:
-    """Return the layers of `model`. Raises TypeError if the model does not follow `StagedModel`. Raises TypeError or
-    ValueError if a layer does not follow `StagedLayer`, and ValueError if a layer is inside an activation checkpoint.
-    Also raises the errors of `_refuse_hooks`."""
+    """Return the layers of `model`. Raises TypeError or ValueError if the model or a layer does not follow its
+    protocol, if a layer is inside an activation checkpoint, or as `_refuse_hooks` does."""
     missing = _missing(model, ("embed", "staged_layers", "loss"))
     if missing:
         raise TypeError(

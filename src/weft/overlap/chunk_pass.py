@@ -2,7 +2,7 @@
 
 embed, or receive from the previous stage -> layer -> layer -> ... -> the loss, or send to the next stage
 
-Prediction depths follow the last stage's layers, before the loss.
+Prediction depths (multi-token prediction) follow the last stage's layers, before the loss.
 """
 
 from collections.abc import Hashable, Sequence

@@ -22,11 +22,9 @@ def table_order(
     `overlap=False`: the two actions of an entry run one after the other. `queues`: the device has streams.
 
     Without `early_release`, delayed weight gradients of a layer's `attend` run during the first exchange (if any) of
-    the layer that comes next in the backward. The last layer of a backward, L, has no next layer. Without `overlap`,
-    the weight gradients of L's `attend` run at the end of the backward. With `overlap`, they run
-    - during the first exchange of the next entry's backward, if that exchange belongs to another layer than L
-    - before the next entry's steps, if that exchange belongs to L, or if there is no such exchange
-    - after all steps, if there is no next entry.
+    the layer that comes next in the backward. The last layer of a backward has no next layer. With `overlap`, its
+    weight gradients are therefore left to the next entry, if there is one (see `_beside_first`). Without `overlap`,
+    they run at the end of the backward.
     """
     switches = {"early_release": early_release, "queues": queues}
     owed: list[Step] = []

@@ -9,9 +9,12 @@
     finish     compute    sum of the rows of each token, residual
 
 A row is the hidden state of a token, as it is sent to experts. The lane `exchange` is a communication queue that runs
-in parallel with the computation. If a layer's `forward` calls `run_stages`, a scheduled run and a plain run use the
-same code. Stages pass tensors to later stages in the `Crossing`. If a differentiable tensor bypasses the `Crossing` in
-one of the model's first microbatches, the schedule raises an error.
+in parallel with the computation.
+
+If a layer's `forward` calls `run_stages`, a scheduled run and a plain run use the same code.
+
+Stages pass tensors to later stages in the `Crossing`. If a differentiable tensor bypasses the `Crossing` in one of the
+model's first microbatches, the schedule raises an error.
 """
 
 from collections.abc import Sequence
@@ -89,10 +92,12 @@ class StagedModel(Protocol):
     """The protocol of a model that a schedule can run. The model must also be a `torch.nn.Module`. A schedule runs
     `embed`, the layers in order, and `loss`.
 
-    A model in pipeline stages has an attribute `cut`, a `weft.pipeline.Cut`. The model's `staged_layers` are then only
-    the layers of this rank's chunks (stages), chunk by chunk. `embed` is called on the rank of the first stage, and
-    `loss` on the rank of the last stage. If `cut.shares_ends` is true, the model has an attribute `shared_ends` on both
-    of these ranks. It lists the modules whose parameters the first and the last stage share.
+    A model in pipeline stages also has these attributes:
+
+    - `cut`: a `weft.pipeline.Cut`. `staged_layers` are then only the layers of this rank's chunks (stages), chunk by
+      chunk. `embed` is called on the rank of the first stage, and `loss` on the rank of the last stage.
+    - `shared_ends`, on both of these ranks, if `cut.shares_ends` is true: the modules whose parameters the first and
+      the last stage share.
 
     An optional attribute `tied_ends` lists the modules that the model uses both before and after its layers. A schedule
     refuses post-accumulate-grad hooks on the parameters of these modules, unless the model is sharded and has no

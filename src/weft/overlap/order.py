@@ -21,11 +21,14 @@ It runs on the exchange lane, a communication queue, during the computation that
     F.leave (of a depth)
 
 B.combine is the backward of combine: it sends gradients to the experts. A is the layer whose backward ran just before
-B. The delayed weight gradients of A run during B.combine for two reasons. First, the last backward has no partner, so
-no forward can run during its B.combine. Second, in a pair, F.attend has just sent the sizes of F.dispatch, and the
-ranks exchange these sizes while the weight gradients are computed. On a device with streams, the host queues B.experts
-before it waits for the sizes, so that the device has work during the wait. F.dispatch waits for F.attend only, so it
-can run at the same time as B.experts.
+B. Steps "of a depth" belong to multi-token prediction.
+
+The delayed weight gradients of A run during B.combine for two reasons. First, the last backward has no partner, so no
+forward can run during its B.combine. Second, in a pair, F.attend has just sent the sizes of F.dispatch, and the ranks
+exchange these sizes while the weight gradients are computed.
+
+On a device with streams, the host queues B.experts before it waits for the sizes, so that the device has work during
+the wait. F.dispatch waits for F.attend only, so it can run at the same time as B.experts.
 
 The layers of prediction depths follow the layers of the last chunk. A depth has a step "enter" before its first layer
 and a step "leave" after its last. A chunk has one step before its layers and one step after them:
@@ -36,9 +39,10 @@ and a step "leave" after its last. A chunk has one step before its layers and on
     others      receive: activations       send
     the last    receive                    head: with the loss
 
-B.send is the backward of send: it receives gradients. Messages are sent as soon as their data is computed. If a table
-has separate entries for weight gradients, the weight gradients of the head (head.weights) and the backward of embed
-also run in these entries.
+B.send is the backward of send: it receives gradients. Messages are sent as soon as their data is computed.
+
+If a table has separate entries for weight gradients, the weight gradients of the head (head.weights) and the backward
+of embed also run in these entries.
 
 A pair may also consist of two forwards or of two backwards. In such a pair, F is the first microbatch and S is the
 second. S runs half a layer behind F, so that one computes while the rows of the other are in flight. In the steps

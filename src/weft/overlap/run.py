@@ -38,7 +38,7 @@ class ScheduledRun:
     """One call of `forward_backward` or `evaluate`. `layers`: the model's layers on this rank. `scales`: a loss scale
     for each microbatch.
 
-    `depths`: the layers of each prediction depth to run. They follow the layers of the last stage.
+    `depths`: the layers of each depth of multi-token prediction to run. They follow the layers of the last stage.
     """
 
     def __init__(
@@ -244,9 +244,9 @@ class SharedEnds:
     """The parameters that the first and the last stage share. Each stage adds the other's gradients to its own, so that
     both have the same sum.
 
-    After a call of `forward_backward`, both stages have the sum. At the beginning of the next call, before gradients
-    are added, the constructor sets the gradients on the rank of the last stage to None. Otherwise, both stages would
-    contribute the sum of earlier calls, and it would count twice.
+    At the beginning of the next call of `forward_backward`, before gradients are added, the constructor sets the
+    gradients on the rank of the last stage to None. Otherwise, both stages would contribute the sum of earlier calls,
+    and it would count twice.
     """
 
     def __init__(self, model: Any, cut: Cut, transport: Transport | None) -> None:
@@ -274,9 +274,8 @@ class SharedEnds:
     def add_up(self) -> None:
         """Exchange gradients with the other stage and add them.
 
-        If neither rank has a gradient of a parameter, the parameter is skipped. This happens if the reduction of
-        gradients is deferred to a later call. If only one rank has a gradient, the other's counts as zeros. This
-        happens in evaluation mode if the last stage uses the embedding only in prediction depths.
+        A parameter is skipped if neither rank has a gradient, as when the reduction of gradients is deferred to a later
+        call. If only one rank has a gradient, the other's counts as zeros.
         """
         if self._transport is None or not self._parameters:
             return

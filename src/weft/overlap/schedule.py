@@ -39,9 +39,10 @@ def forward_backward(
     """Run forward and backward of all microbatches. Return the unscaled loss of each, a detached scalar.
 
     Each microbatch adds the gradients that `(loss_scale * model(tokens, labels)).backward()` would compute. If the
-    model is sharded, the gradients are also reduced, as in a backward. A schedule can run two microbatches as a pair,
-    such as the forward of one and the backward of the previous one. While one of them exchanges tokens, the other
-    computes (`weft.overlap.order` documents the order).
+    model is sharded, the gradients are also reduced, as in a backward.
+
+    A schedule can run two microbatches as a pair, such as the forward of one and the backward of the previous one.
+    While one of them exchanges tokens, the other computes (`weft.overlap.order` documents the order).
 
     A model in pipeline stages (`weft.init_meshes(pp=...)`) runs on all ranks of its pipeline. Each rank calls this
     function with the same arguments and gets all losses.
@@ -59,14 +60,15 @@ def forward_backward(
         early_release: in a pair of a forward and a backward, free the activations of the backward's layer before the
             forward runs its experts. This takes less memory and hides less communication.
         halves: exchange each half of a microbatch's tokens separately. The experts compute one half while the other is
-            in flight. A microbatch is divided, in forward and in backward, if at least one of the two runs alone, not
-            in a pair. The option needs a model with `moe_rows_per="rank"`. The gradients of experts are summed in
-            another order, which changes their rounding.
+            in flight. A microbatch is divided unless both its forward and its backward run in a pair. The option needs
+            a model with `moe_rows_per="rank"`. The gradients of experts are summed in another order, which changes
+            their rounding.
         loss_scale: a factor for the gradients, such as 1 / len(microbatches), or a list with one factor for each
             microbatch, such as its share of the tokens.
         trace: a list that receives each step in issue order, a named tuple (direction, microbatch, layer, slot, lane,
-            chunk). `layer` is a number among the layers of this rank, or None for steps before and after the layers of
-            a chunk. The layers of prediction depths are numbered after the others.
+            chunk). `layer` is a number among the layers of this rank, with the layers of prediction depths (multi-token
+            prediction) last. It is None for steps before and after the layers of a chunk, which are those of one
+            pipeline stage.
 
     Raises:
         TypeError:
@@ -81,7 +83,7 @@ def forward_backward(
             - Layers are sharded, but the model around them is not.
             - A module has hooks or is compiled, but a schedule does not call its `forward`.
             - A parameter that is used before and after the layers has a post-accumulate-grad hook, which would run on a
-              part of its gradient. (The hook is allowed if the model is sharded and both uses are on one rank.)
+              part of its gradient. This is allowed only if the model is sharded and both uses are on one rank.
             - `overlap` without a `schedule`, for a model on one pipeline rank that has no exchange to hide.
             - `early_release` or `halves` without `overlap`.
             - `halves` without layers that exchange tokens with `moe_rows_per="rank"`, or with a table in which all
@@ -172,13 +174,18 @@ def evaluate(
     losses. Call `model.eval()` first to leave out the losses that layers and prediction depths add in training mode.
 
     `outputs`: with "last" or "all", return (losses, outputs). The outputs are the results of `model.logits` for all
-    microbatches, concatenated along the batch. With "all", every rank of the pipeline gets them. With "last", only the
-    rank of the last stage gets them, and the others get None. If you request outputs, microbatches need no labels.
-    Without labels, `losses` is empty.
+    microbatches, concatenated along the batch. "all" returns them on every rank of the pipeline, "last" only on the
+    rank of the last stage, and None on the others. If you request outputs, microbatches need no labels. Without labels,
+    `losses` is empty.
 
-    Raises the errors of `forward_backward` about `model` and `microbatches`. If you request outputs, also raises
-    TypeError for a model without `logits`, and ValueError in three cases: the model has prediction depths and is in
-    training mode, the sequence lengths of microbatches differ, or only some microbatches have labels.
+    Raises the errors of `forward_backward` about `model` and `microbatches`. With `outputs`, there are further errors:
+
+    Raises:
+        TypeError: the model has no `logits`.
+        ValueError:
+            - The model has prediction depths and is in training mode.
+            - The sequence lengths of microbatches differ.
+            - Only some microbatches have labels.
     """
     layers, depths = layers_of(model), depths_of(model)
     assert isinstance(model, nn.Module)  # layers_of has refused others

@@ -5,11 +5,13 @@ released, and when its gradients are reduced.
     after its last forward or data-gradient step      release
     after the last weight gradient of a microbatch    reduce; once for a pair of backwards
 
-Units that only the stage `experts` reads are held during that stage only. Units of a prediction depth are held during
-the whole depth. Units outside the layers (embedding, head) are held during the whole schedule. So is a unit of modules
-inside and outside of layers (`fully_shard([embedding, layer])`). Its gradients are reduced after the last backward step
-of a microbatch that uses any of its modules. The order of steps is known in advance, so units are prefetched: their
-gathers start before the step that acquires them.
+    unit of                                          held during
+    the modules that only the stage `experts` reads  that stage
+    a layer                                          the layer
+    a prediction depth (multi-token prediction)      the depth
+    modules outside of layers (embedding, head)      the whole schedule, even if the unit also has modules in layers
+
+The order of steps is known in advance, so units are prefetched: their gathers start before the step that acquires them.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -53,9 +55,9 @@ class DepthUnits:
 
 
 class Around(NamedTuple):
-    """A step with three lists of units. `acquire`: the units to acquire before the step. `release`: the units to
-    release after it. `reduce`: the units whose gradients to reduce after it. A `Hold` stands for a range of steps that
-    use a unit: the first of them acquires it, and the last releases it."""
+    """A step, with the units to acquire before it, the units to release after it, and the units whose gradients to
+    reduce after it. A `Hold` stands for a range of steps that use a unit: the first of them acquires it, and the last
+    releases it."""
 
     step: Step
     acquire: list[tuple[Unit, Hold]]

@@ -1,4 +1,4 @@
-"""The rules for the entries of a single rank of a table.
+"""The rules for the entries of a single rank of a table. A chunk is one of the rank's stages.
 
 F0.1 F1.1        a chunk runs each microbatch once, in order: gradients are then summed as in one process, and
                  messages between stages arrive in the order in which they are expected

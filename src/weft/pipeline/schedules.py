@@ -1,4 +1,4 @@
-"""The published schedules as pure functions of ranks, chunks and microbatches.
+"""The published schedules as pure functions of ranks, chunks (stages on each rank) and microbatches.
 
     name          chunks   placement    microbatches       entries of rank r of p (r counts from 0)
     ------------  -------  -----------  -----------------  -------------------------------------------------------
@@ -124,8 +124,10 @@ def table(name: str, ranks: int | None = None, chunks: int | None = None, microb
 
     `ranks`, `chunks`, `microbatches`: the number of pipeline ranks, of stages on each rank, and of microbatches. A
     published schedule needs `ranks` and `microbatches`, and has a default for `chunks`. For a file, all three are
-    optional, and each number that you pass must equal the file's. Raises ValueError for an unknown name, and for
-    numbers that do not fit the schedule or the file. For a file, also raises the errors of `read_table`.
+    optional, and each number that you pass must equal the file's.
+
+    Raises ValueError for an unknown name, and for numbers that do not fit the schedule or the file. For a file, also
+    raises the errors of `read_table`.
     """
     sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
     if name in SCHEDULES:

@@ -93,8 +93,8 @@ class Simulation:
     def live(self) -> tuple[float, ...]:
         """For each rank, the peak number of microbatches whose activations are in memory.
 
-        A microbatch that has activations in all of the rank's chunks counts as 1; in half of them, as 0.5. A chunk's
-        activations live from the start of its forward to the end of its backward, weight gradients included.
+        A microbatch that has activations in all of the rank's chunks (stages) counts as 1; in half of them, as 0.5. A
+        chunk's activations live from the start of its forward to the end of its backward, weight gradients included.
         """
         return tuple(max(_alive(entries)) / self.table.chunks for entries in self.table.ranks)
 

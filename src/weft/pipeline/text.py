@@ -6,8 +6,8 @@
             F1.0 B1.0
     rank 1: F0.0 B0.0 F1.0 B1.0
 
-`F1.0` is the forward of microbatch 1 through chunk 0; `F2.0+B1.1` is a pair of a forward and a backward. A line may end
-anywhere between entries.
+`F1.0` is the forward of microbatch 1 through chunk 0 (the rank's first stage); `F2.0+B1.1` is a pair of a forward and a
+backward. A line may end anywhere between entries.
 """
 
 import re

@@ -6,9 +6,11 @@
     take() -> gradients            <~~~~~~~~~ backward ~~~~~~~~~~  send(key, gradients)
 
 A border between two ranks has one channel in each direction, so messages of different borders cannot overtake or block
-one another. The receive of a message is issued before the computation on the previous message, so the message can
-arrive during that computation. The receive needs the shapes of the message. The sender sends them with the first
-message of each `key` (for example, the shape of a microbatch). Gradients have the shapes of their activations.
+one another.
+
+The receive of a message is issued before the computation on the previous message, so the message can arrive during that
+computation. The receive needs the shapes of the message. The sender sends them with the first message of each `key`
+(for example, the shape of a microbatch). Gradients have the shapes of their activations.
 """
 
 from collections import deque

@@ -9,10 +9,11 @@ format  code            its bits in the fp32         the fp32 value is too small
 e4m3    s eeee mmm      bits 26..20, sign in 31      2 ** 120
 e2m1    s ee m ....     bits 24..22, sign in 31      2 ** 126
 
-On CPU, torch converts float8 one element at a time, which is slower than these integer operations. The integer
-operations run in chunks that fit the cache, so that temporary values exist for only one chunk at a time. Devices other
-than the CPU use torch's conversion. The CPU uses it only if a payload has a NaN, because the integer operations would
-turn the NaN into a number.
+The integer operations are faster than torch's conversion, which on CPU converts one float8 element at a time. They run
+in chunks that fit the cache.
+
+Torch's conversion is used on other devices, and on CPU for a payload with a NaN, which the integer operations would
+turn into a number.
 """
 
 from typing import Any

@@ -3,17 +3,18 @@
     bytes of a shard, in memory and as sent:       | payload, in layout order | scales of the shard's blocks |
     on all ranks, for recipes with one scale per matrix:   maxima of the matrices
 
-Blocks smaller than a matrix do not cross the border of a shard, so each rank quantizes them without communication.
-With one scale per matrix (tensorwise and nvfp4), ranks must know the maximum of the whole matrix: once per step,
-`weft.fsdp.runtime.freshness` reduces the shards' maxima over the ranks. One message carries payload and scales. A piece
-is the part of a shard that belongs to one tensor or, with one scale per matrix, to one matrix. Each piece is
-dequantized from the received bytes directly into the full weights. With `compute="scaled"`, it is copied there in
-quantized form instead.
+Blocks smaller than a matrix do not cross the border of a shard, so each rank quantizes them without communication. With
+one scale per matrix (tensorwise and nvfp4), ranks must know the maximum of the whole matrix. Once per step,
+`weft.fsdp.runtime.freshness` therefore reduces the shards' maxima over the ranks.
 
-With mx and `compute="scaled"`, weights have two copies. Both copies are made from the same main weights at the same
-time. Forward gathers copy 0, with blocks along the dimension over which forward products sum. Backward gathers copy 1,
-with blocks along the dimension over which backward products sum. Both copies have the same number of bytes per shard.
-If blocks have b elements, a shard border at a multiple of b rows divides no block of either copy.
+One message carries payload and scales. A piece is the part of a shard that belongs to one tensor or, with one scale per
+matrix, to one matrix. Each piece is dequantized from the received bytes directly into the full weights. With
+`compute="scaled"`, it is copied there in quantized form instead.
+
+With mx and `compute="scaled"`, weights have two copies, made from the same main weights. Forward gathers copy 0, and
+backward copy 1. Each copy has its blocks along the dimension over which the products of that pass sum. Both copies have
+the same number of bytes per shard. If blocks have b elements, a shard border at a multiple of b rows divides no block
+of either copy.
 """
 
 import dataclasses
@@ -37,9 +38,9 @@ _ALIGNMENT = 16  # the size of a shard is a multiple of this many bytes
 
 
 class _Piece(NamedTuple):
-    """The part of tensor `number` that is in one shard. With one scale per matrix, a piece is the part of only one
-    matrix of this tensor, number `matrix`. In all other cases, `matrix` is 0. `place`: the offset of the piece's
-    elements in the layout. `scales_at`: the offset of the piece's scales in the shard's bytes."""
+    """The part of tensor `number` that is in one shard. `matrix`: with one scale per matrix, the number of the tensor's
+    matrix to which the piece belongs; otherwise 0. `place`: the offset of the piece's elements in the layout.
+    `scales_at`: the offset of the piece's scales in the shard's bytes."""
 
     number: int
     matrix: int

@@ -1,5 +1,5 @@
-"""Quantized parameters that are frozen when they are sharded: between uses, only the payload is kept. The main weights
-(the sharded weights from which the payload is made) are freed.
+"""Quantized parameters that are frozen when they are sharded: between uses, only the payload (the quantized elements
+and their scales) is kept. The main weights (the sharded weights from which the payload is made) are freed.
 
     event                                         what happens to the main weights
     --------------------------------------------  ---------------------------------------------------------------------
@@ -17,7 +17,7 @@
       a parameter
 
 The payload changes only if the main weights are written. State dicts can hold dequantized values, and thus do not
-depend on the format: quantizing these values again gives the same payload, with few exceptions for `nvfp4` and fp16
+depend on the format. Quantizing these values again gives the same payload, with few exceptions for `nvfp4` and fp16
 parameters. With `pow2=True`, some blocks get half the scale and other codes, which stand for the same values.
 """
 
@@ -135,9 +135,8 @@ class PayloadOnly(FlatBuffer):
 
 
 def payload_only_of(group: Any) -> PayloadOnly | None:
-    """Return a `PayloadOnly` that replaces the main weights of the parameter group `group`, or None to keep them. They
-    are kept if the group is trainable, offloaded or empty. They are also kept if it is not quantized, or if its weights
-    have two quantized copies."""
+    """Return a `PayloadOnly` that replaces the main weights of the parameter group `group`. Return None if they must be
+    kept, for example because the group is trainable or offloaded."""
     stays = group.trainable or group.offload is not None or not group.layout.data_numel
     if stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1:
         return None

@@ -34,13 +34,13 @@ class Quantization:
 
     - `block`: the number of rows and the number of columns that share a scale. 0: all rows or all columns.
     - `pow2`: whether fp32 scales are rounded up to powers of two.
-    - `via`: the dtype to which weights are cast before they are quantized. None: the compute dtype. If the compute
-      dtype is fp64, or if you call `weft.quantize.quantize` yourself, None means no cast.
+    - `via`: the dtype to which weights are cast before they are quantized. None: the compute dtype (no cast if it is
+      fp64, or if you call `weft.quantize.quantize` yourself).
     - `compute`: with "dequantize", products use the weight in the compute dtype. With "scaled", linear layers and
       experts multiply quantized operands (`weft.quantize.products`).
-    - `keep_transpose`: whether gathered weights also have a transposed copy of the payload, one more byte per element.
-      Products that need a transposed payload then read this copy, and no product transposes the payload. Valid only for
-      tensorwise and blockwise recipes with `compute="scaled"`.
+    - `keep_transpose`: whether gathered weights also have a transposed copy of the payload, which takes one more byte
+      per element. Products then read this copy instead of transposing the payload. Valid only for tensorwise and
+      blockwise recipes with `compute="scaled"`.
 
     Raises ValueError for values that are invalid or not supported together.
     """

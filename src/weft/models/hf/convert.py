@@ -26,15 +26,17 @@ def convert(
 ) -> str:
     """Convert Hugging Face files to weft's own format, or back. Return a line of text that describes the result.
 
-    The format of the directory `source` determines the direction. `target`: a new or empty directory. Weights stay
-    bit-exact. Tensors are copied one after another, so the whole model is never in memory. Raises `ConfigError` if
-    `source` does not exist. Raises `ConversionError` if the conversion is not possible. Two faults are noticed only
-    after writing has begun, and what was written is then deleted. The first: copies of a tensor differ from each other.
-    The second: a file is damaged that holds nothing but such copies and weights that the text model does not use.
+    The format of the directory `source` determines the direction. Weights stay bit-exact. Tensors are copied one after
+    another, so the whole model is never in memory.
 
+    - `target`: a new or empty directory.
     - `ignored`: unknown fields of config.json to ignore. Only for the conversion of Hugging Face files.
     - `model_type`: the family to write. Only for the conversion back. Default: the family from which the model was
       converted. For a model that was not converted, the default is the first family that can represent it.
+
+    Raises `ConfigError` if `source` does not exist, and `ConversionError` if the conversion is not possible. Some
+    faults, such as copies of a tensor that differ, are noticed only after writing has begun. What was written is then
+    deleted.
     """
     source, target = Path(source), Path(target)
     refuse_used(target)

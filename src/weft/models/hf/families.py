@@ -160,9 +160,8 @@ def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family
 
 
 def _distance(reason: str) -> tuple[int, int]:
-    """Return a sort key for the error of a family; the nearest family has the smallest key. Errors that list differing
-    fields come first, the fewest fields first. Errors about missing kinds of layers come last, the fewest kinds first.
-    All other errors, such as those about the order of layers, are between them."""
+    """Return a sort key for the error of a family; the nearest family has the smallest key. A family that differs in
+    few fields is near. A family that lacks many kinds of layers is far."""
     kinds = ("cannot hold", "", "has no layer")
     far = next((far for far, words in enumerate(kinds) if words and words in reason), 1)
     return far, reason.count("(it has") if far == 0 else reason.partition(" (pattern")[0].count(",")

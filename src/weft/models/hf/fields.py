@@ -106,8 +106,8 @@ LISTS = frozenset(
 )
 TABLES = frozenset(("rope_parameters", "rope_scaling", "quantization_config", "text_config", "linear_attn_config"))
 TEXTS = frozenset(("hybrid_override_pattern", "mtp_hybrid_override_pattern", "position_embedding_type"))
-"""Fields that must be strings. If a field is not in a family's `Family.fields`, the sets `WHOLE` to `TEXTS` determine
-the type that its value must have. The value may also be null."""
+"""Fields that must be strings. The sets `WHOLE` to `TEXTS` determine the types of the fields that are not in a family's
+`Family.fields`. Their values may also be null."""
 
 
 def check_values(raw: Raw, fields: Mapping[str, tuple[str, Any]]) -> None:

@@ -1,9 +1,12 @@
 """The files of a loaded model besides its weights. The model keeps them so that `save` can write them again.
 
-Among them are config.json, the tokenizer, the chat template and the generation settings. If the text model is part of
-a larger model, the weights of the other parts are not loaded. They are copied from the original directory when the
-model is saved in its original family. A training run keeps these files and the weights of the other parts in its folder
-`origin`, a directory in weft's own format that lacks the weights of the text model.
+Among them are config.json, the tokenizer, the chat template and the generation settings.
+
+If the text model is part of a larger model, the weights of the other parts are not loaded. They are copied from the
+original directory when the model is saved in its original family.
+
+A training run keeps these files and the weights of the other parts in its folder `origin`, a directory in weft's own
+format that lacks the weights of the text model.
 """
 
 import dataclasses

@@ -31,11 +31,10 @@ def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] 
     Weights keep the dtype that they have in `model`. The other files (config.json, tokenizer, generation settings) are
     kept as `model.origin`. `ignored`: unknown fields of config.json to ignore.
 
-    Raises `ConversionError` if the directory holds a model of another configuration, or lacks a tensor of the model.
-    Also raises it for an unknown tensor, a tensor of another shape, and a weight that is not fp64, fp32, fp16 or bf16.
-    In all these cases, no weight has been filled. If the directory has several copies of one tensor and they differ,
-    `ConversionError` may be raised after some weights have been filled. Raises `ConfigError` if the directory does not
-    exist.
+    Raises `ConfigError` if the directory does not exist. Raises `ConversionError` if the directory holds a model of
+    another configuration, lacks a tensor of the model, or has an unknown tensor. Also raises it for a tensor of another
+    shape, and for a weight that is not fp64, fp32, fp16 or bf16. In all these cases, no weight has been filled. If
+    copies of one tensor differ, `ConversionError` may be raised after some weights have been filled.
     """
     directory = Path(directory)
     cfg = config_of(directory, ignored=ignored)
@@ -60,12 +59,14 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     and rank 0 writes it.
 
     For a loaded model, rank 0 also writes the tokenizer and generation files. If the family is still the original one,
-    rank 0 also writes the weights that the text model does not use. If neither the family nor the configuration has
-    changed, config.json is the original, except for the dtype. If either has changed, config.json is new.
+    rank 0 also writes the weights that the text model does not use. config.json is the original, except for the dtype,
+    if neither the family nor the configuration has changed. Otherwise config.json is new.
 
-    Raises `ConversionError` if the family to write is unknown or cannot represent the model, and if no family can
-    represent it. Also raises it if the model is split over several pipeline ranks. Also raises it if the directory
-    cannot be created, or already contains a model: old files could be mistaken for new files.
+    Raises `ConversionError` in these cases:
+
+    - The family to write is unknown or cannot represent the model, or no family can represent it.
+    - The model is split over several pipeline ranks.
+    - The directory cannot be created, or already contains a model: old files could be mistaken for new files.
     """
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(

@@ -151,8 +151,8 @@ def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
 def positions_of(documents: Borders | None, start: int, x_BSD: Tensor) -> Where:
     """Return the arguments `start` and `documents` of `RotaryEmbedding.forward` for the positions of `x_BSD`.
 
-    `start`: the number of earlier positions in the state. It is returned unchanged, except with `Slices`. In that case,
-    the returned `start` is the row's length - S, because `forward` requires all positions to be less than `start` + S.
+    `start`: the number of earlier positions in the state. With `Slices`, the returned `start` is the row's length - S
+    instead, because `forward` requires all positions to be less than `start` + S.
     """
     if isinstance(documents, Slices):  # positions in a slice may be anywhere in the row
         start = documents.whole.seq - x_BSD.shape[1]

@@ -4,10 +4,12 @@ S_t = exp(g_t) S_(t-1)                       the state [dk, dv] of each head dec
 S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T   the value stored under key k_t moves towards v_t
 o_t = S_t^T q_t
 
-`delta_stepwise` computes these three lines. `delta_chunked` computes the same in chunks of L positions. The updates in
-a chunk depend on each other through a triangular system (the UT transform, arXiv:2406.06484, section 3). The systems of
-all chunks are solved at once. The states are computed one chunk after another. If document numbers are given, the
-decay into the first position of each document is 0.
+`delta_stepwise` computes these three lines. If document numbers are given, the decay into the first position of each
+document is 0.
+
+`delta_chunked` computes the same in chunks of L positions. The updates in a chunk depend on each other through a
+triangular system (the UT transform, arXiv:2406.06484, section 3). The systems of all chunks are solved at once. The
+states are computed one chunk after another.
 
 The log of the decay, g, is one number per head, or one number per channel of a head's key (`kimi_delta`).
 
@@ -119,10 +121,12 @@ def delta_stepwise(
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence of the delta rule (see the top of this file), position after position.
 
-    q, k: [B, S, key heads, dk]; v: [B, S, value heads, dv]; beta: [B, S, value heads]; g <= 0: [B, S, value heads] or
-    [B, S, value heads, dk]. Value head j uses key head j // (value heads / key heads). This function scales q
-    and k (see `GatedDeltaNet`). `numbers_BS`: the document number of each position. If given, the state is set to 0
-    before the first position of each document and of each row.
+    - `q`, `k`: [B, S, key heads, dk]. This function scales them (see `GatedDeltaNet`).
+    - `v`: [B, S, value heads, dv]. Value head j uses key head j // (value heads / key heads).
+    - `g` (at most 0): [B, S, value heads] or [B, S, value heads, dk].
+    - `beta`: [B, S, value heads].
+    - `numbers_BS`: the document number of each position. If given, the state is set to 0 before the first position of
+      each document and of each row.
 
     Returns o [B, S, value heads, dv] and the last state [B, value heads, dk, dv], both in at least fp32.
     """

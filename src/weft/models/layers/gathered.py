@@ -25,8 +25,9 @@ class Gathered:
     """Keys and values from all context ranks. The constructor starts to gather them: it calls `gather(*parts)` with
     this rank's `parts` [B, S, ...].
 
-    Autograd saves only `parts` and the queries. Backward gathers again and recomputes attention. If other saved-tensor
-    hooks are already active, for example from a checkpoint around the block, those hooks decide what is saved.
+    Autograd saves only `parts` and the queries. Backward gathers again and recomputes attention. Other saved-tensor
+    hooks that are already active, such as those of a checkpoint around the block, take precedence: they decide what is
+    saved.
     """
 
     def __init__(self, gather: Callable[..., Callable[[], list[Tensor]]], *parts: Tensor) -> None:

@@ -5,11 +5,17 @@
     G       fla         ops.gated_delta_rule.chunk_gated_delta_rule           CUDA, in half precision, with key heads
                                                                               up to 256 wide
 
-"auto" uses a kernel if the kernel is usable. If not, "auto" uses torch's operations and logs the reason once. If you
-select a kernel by name and it is not usable, the layer's forward raises `KernelError`. Decoding steps of one position
-use no kernel. No kernel is usable with context parallelism. In this case, "auto" uses torch's operations and logs
-nothing. If you select a kernel by name in this case, the constructor of `HybridModel` raises `ValueError`. Results of
-the kernels and of torch's operations differ by rounding. For the symbols of layers see `weft.models.pattern`.
+For the symbols of layers see `weft.models.pattern`. What is used, by the setting of the layer:
+
+    setting           if the kernel is usable   if it is not usable
+    "auto"            the kernel                torch's operations; the reason is logged once
+    a kernel's name   the kernel                the layer's forward raises `KernelError`
+    "torch"           torch's operations        torch's operations
+
+Results of the kernels and of torch's operations differ by rounding. Decoding steps of one position use no kernel.
+
+No kernel is usable with context parallelism. "auto" then uses torch's operations and logs nothing. With a kernel's
+name, the constructor of `HybridModel` raises `ValueError`.
 """
 
 import importlib

@@ -7,8 +7,9 @@ y         = W_o softmax(scale [q ; q_rope] [k ; k_rope]^T) v
 
 Decoding caches only norm(c) and k_rope. A decoding step does not compute keys and values from them: with
 W_kvb = [W_k; W_v] for each head, q (W_k norm(c)) = (W_k^T q) norm(c), and the output is W_v (softmax(...) norm(c)). The
-cost of a step grows with T x kv_lora_rank for each head. If an adapter wraps W_kvb, a step computes all keys and values
-instead.
+cost of a step grows with T x kv_lora_rank for each head.
+
+If an adapter wraps W_kvb, a step computes all keys and values instead.
 """
 
 from functools import partial

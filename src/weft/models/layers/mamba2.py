@@ -3,10 +3,11 @@
 h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T      h [P, N] for each head, in at least fp32
 y_t = h_t C_t + D x_t
 
-`ssd_stepwise` computes these two lines, without the term D x. Heads in a group share B and C. `ssd_chunked` computes
-the same in chunks of L positions. Within a chunk, the computation is attention with a decay:
-y = (C B^T * exp(sums of dt A)) (dt x). The state carries the effect of earlier chunks to the next chunk. If document
-numbers are given, the decay into the first position of each document is 0.
+`ssd_stepwise` computes these two lines, without the term D x. Heads in a group share B and C. If document numbers are
+given, the decay into the first position of each document is 0.
+
+`ssd_chunked` computes the same in chunks of L positions. Within a chunk, the computation is attention with a decay:
+y = (C B^T * exp(sums of dt A)) (dt x). The state carries the effect of earlier chunks to the next chunk.
 
 Suffixes of names: H heads, P width of a head, G groups, N state, K chunks, L positions of a chunk, R heads of a group.
 """

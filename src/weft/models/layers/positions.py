@@ -22,9 +22,10 @@ class Positions:
     """A context manager that gathers a block's input from tensor-parallel ranks.
 
     `part` [B, S / tp, D]: this rank's positions of the input. The attribute `whole` [B, S, D] has all positions, and
-    exists until the context ends. Autograd saves a reference to `part` in place of `whole`, and backward gathers
-    `whole` again. If other saved-tensor hooks are already active, for example from a checkpoint, those hooks decide
-    what is saved. If `ranks` is None, `whole` is `part`, and nothing is gathered.
+    exists until the context ends. If `ranks` is None, `whole` is `part`, and nothing is gathered.
+
+    Autograd saves a reference to `part` in place of `whole`, and backward gathers `whole` again. Other saved-tensor
+    hooks that are already active, such as those of a checkpoint, take precedence: they decide what is saved.
     """
 
     knows_graphs = True
