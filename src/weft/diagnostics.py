@@ -47,11 +47,11 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
     The report includes sharded modules that you have replaced by other modules, as long as they exist. Raises
     ValueError for a model without sharded modules.
 
-    `persistent`: a dict of the bytes that stay allocated on the device: "weights", "gradients" and, if weights are
-    quantized, "quantized weights" (with their scales). `offloaded`: a dict of the bytes in CPU memory, with
-    `CPUOffloadPolicy`: "weights" and "gradients". `transient`: a dict with the keys "gathered weights" and "partial
-    gradients". Each of its values is a dict with the keys below. If the model has several roots, each number is the sum
-    over them.
+    - `persistent`: the bytes that stay allocated on the device, a dict with the keys "weights", "gradients" and, if
+      weights are quantized, "quantized weights" (with their scales).
+    - `offloaded`: the bytes in CPU memory, with `CPUOffloadPolicy`. A dict with the keys "weights" and "gradients".
+    - `transient`: a dict with the keys "gathered weights" and "partial gradients". Each value is a dict with the keys
+      below. If the model has several roots, each number is the sum over them.
 
         live          bytes in use now
         peak          the maximum of live so far
@@ -93,9 +93,10 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
 class Nonfinite(NamedTuple):
     """How many elements of one rank's part of a parameter or gradient are not finite.
 
-    `name`: the parameter's name in the model. `unit`: the name of the parameter's unit, "" for the root, None if the
-    parameter is in no unit. `nan`: the number of NaN elements. `inf`: the number of infinite elements. `stage`: the
-    pipeline stage, None for a model without stages.
+    - `name`: the parameter's name in the model.
+    - `unit`: the name of the parameter's unit, "" for the root, None if the parameter is in no unit.
+    - `nan`, `inf`: the numbers of NaN and of infinite elements.
+    - `stage`: the pipeline stage, None for a model without stages.
     """
 
     name: str
@@ -115,9 +116,9 @@ class Nonfinite(NamedTuple):
 def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     """Find NaN and infinity in the weights and gradients of a model, including all pipeline stages.
 
-    Collective. The result is the same on every rank. Entries are sorted by rank and, within a rank, in the order of the
-    model's parameters. No tensor is gathered: each rank checks its own parts. The ranks exchange their findings only
-    if any of them has found something. Raises ValueError for a model without sharded modules.
+    The result is the same on every rank. Entries are sorted by rank and, within a rank, in the order of the model's
+    parameters. Collective, but cheap: each rank checks its own parts, and the ranks exchange their findings only if
+    any of them has found something. Raises ValueError for a model without sharded modules.
     """
     units, what = units_of(model), "search for values that are not finite"
     found, parts = _nonfinite_here(model), parts_of(model)
@@ -176,11 +177,12 @@ def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
 def quantization_shares(model: nn.Module) -> dict[str, Shares]:
     """Return, for each unit, which fraction of its quantized weights saturates and which fraction underflows.
 
-    The keys are the names of the units with quantized weights ("" for the root). Without pipeline stages, the result is
-    the same on all ranks. With them, it has only the units of this rank's stages, and is the same on all ranks with
-    these stages. Each rank quantizes its main weights again to count the elements. Frozen weights that are kept only in
-    quantized form are not counted. Collective. Do not call it between a forward and its backward. Raises ValueError for
-    a model without sharded modules.
+    The keys are the names of the units with quantized weights ("" for the root); in a pipeline, only of the units in
+    this rank's stages. The result is the same on all ranks that have these stages. Frozen weights that are kept only in
+    quantized form are not counted.
+
+    Collective: each rank quantizes its main weights again to count the elements. Do not call it between a forward and
+    its backward. Raises ValueError for a model without sharded modules.
     """
     units = units_of(model)
     groups = [(unit.name, group) for unit in units for group in unit.groups if group.payload_only is None]

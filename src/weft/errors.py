@@ -70,9 +70,10 @@ class WeightsGone(WeftError, RuntimeError):
 class WeightsWritten(WeftError, RuntimeError):
     """Code wrote to weights at a time when the write would be lost, or would make gradients or other weights wrong.
 
-    One case is a write to gathered weights, which are copies, or to their memory after they were freed. The other case
-    is a write, between a forward and its backward, to main weights, which the optimizer updates. The message names
-    the unit and the parameter.
+    - A write to gathered weights, which are copies, or to their memory after they were freed.
+    - A write, between a forward and its backward, to main weights, which the optimizer updates.
+
+    The message names the unit and the parameter.
     """
 
 

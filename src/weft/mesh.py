@@ -6,9 +6,9 @@ Ranks are numbered along these axes, with the last axis fastest:
     expert view    pp | expert_replicate | expert_shard | ep | tp      each expert is split over tp (`etp` is `tp`)
                    pp | expert_replicate | expert_shard | ep           experts are whole (`etp` is 1)
 
-Both views contain the same ranks; the expert view groups them differently. For sharding, context-parallel ranks count
-as data-parallel ranks: the shard axis of `dense` spans dp_shard and cp. For example, eight ranks with `dp_shard=8,
-ep=4`:
+For sharding, context-parallel ranks count as data-parallel ranks: the shard axis of `dense` spans dp_shard and cp.
+
+Both views contain the same ranks, grouped differently. For example, eight ranks with `dp_shard=8, ep=4`:
 
     meshes.dense of rank 5     0 1 2 3 4 5 6 7
     meshes.ep of rank 5                4 5 6 7      each expert belongs to one of these ranks
@@ -39,8 +39,8 @@ class Meshes:
 
     - `dense`: the mesh over which parameters outside of experts are sharded and replicated: the data-parallel ranks,
       including context-parallel ranks. It is 1-D, or 2-D (outer, shard) if `dp_replicate > 1`.
-    - `expert`: the mesh over which parameters of the same experts are sharded and replicated. It is `dense` if `ep` is
-      1, and otherwise 1-D or 2-D, as `init_meshes` describes.
+    - `expert`: the mesh over which parameters of the same experts are sharded and replicated: `dense` if `ep` is 1,
+      otherwise the 1-D or 2-D mesh that `init_meshes` describes.
     - `ep`, `pp`, `tp`, `cp`: a 1-D mesh of each axis. None if the axis has one rank.
     - `etp`: the mesh over which each expert is split: the same mesh as `tp`. None if experts are not split.
     """

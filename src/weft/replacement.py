@@ -1,10 +1,7 @@
 """`drop_in()`: replaces torch's FSDP2 with weft in programs whose imports cannot be changed.
 
-Code that looks up `torch.distributed.fsdp.fully_shard` finds weft's function. The global names of modules that have
-already imported torch's function are replaced too, except in the private modules of torch that define it. Other
-references, such as attributes of classes and default arguments, keep torch's function. Policies are not replaced,
-because weft accepts torch's. Checkpoints, optimizers, clipping and Distributed State Dicts need no
-replacement.
+Code that looks up `torch.distributed.fsdp.fully_shard` then finds weft's function. Policies are not replaced, because
+weft accepts torch's. Checkpoints, optimizers, clipping and Distributed State Dicts need no replacement.
 """
 
 import sys
@@ -59,11 +56,12 @@ def drop_in() -> DropIn:
     with weft's, in the global names of all imported modules except the private torch modules that define these objects.
     Other references, such as attributes of classes, keep torch's objects.
 
+    Call `drop_in` before you shard anything. Libraries may be imported before the call or after it: later imports from
+    `torch.distributed.fsdp` get weft's objects. If a library is later imported that takes them from the private
+    modules, call `drop_in` again.
+
     The replacement lasts until the process ends, until a block `with weft.drop_in() as replaced:` ends, or until
-    `undo()` of the result is called. Call `drop_in` before you shard anything. Libraries may be imported before the
-    call or after it: later imports from `torch.distributed.fsdp` get weft's objects. A later import from the
-    private modules still gets torch's objects. After such an import, call `drop_in` again. `print` the result to see
-    the replaced names.
+    `undo()` of the result is called. `print` the result to see the replaced names.
     """
     places = []
     for module in list(sys.modules.values()):

@@ -4,8 +4,7 @@
         step-00000010/                committed: complete, flushed, its manifest lists every other file
         step-00000020.tmp-3f2a…/      being written, or left behind by a killed save
         step-00000005.trash-91bc…/    being deleted
-        step-00000020.damaged-0c4e…/  damaged or of another run; the run resumed from another checkpoint and saved this
-                                      step again
+        step-00000020.damaged-0c4e…/  damaged or of another run; this step was saved again
         .lock                         held by rank 0 of the run that writes here
         .run                          the run's identity, also in each manifest that the run writes
 
@@ -66,8 +65,8 @@ def identity(directory: Path) -> str:
 def identify(directory: Path) -> str:
     """Return the identity of the run whose checkpoints are in `directory`.
 
-    If `.run` holds no valid identity, first write one to the file: the identity in the newest readable manifest. If no
-    manifest can be read, or if the newest one has no identity, write a new identity.
+    If `.run` holds no valid identity, first write one to the file: the identity in the newest readable manifest, or a
+    new one if there is none.
     """
     if known := identity(directory):
         return known

@@ -25,12 +25,12 @@ def show(path: Path, *, verify_content: bool = False) -> None:
     """Print tables about `path`: a checkpoint, a folder of checkpoints, or a run directory.
 
     For a checkpoint, the tables list its tensors. For a folder of checkpoints or a run directory, a table lists the
-    checkpoints and marks the damaged ones, and a summary describes the newest intact one. The presence and the lengths
-    of all files are checked. With `verify_content`, every file is also read and compared with its checksums.
+    checkpoints and marks the damaged ones, and a summary describes the newest intact one.
 
-    Raises ValueError if `path` is not a checkpoint and contains no checkpoint, not even an incomplete one. Raises
-    CheckpointError if a checkpoint is damaged. For a folder or a run directory, `show` prints the tables before it
-    raises this error.
+    The presence and the lengths of all files are checked. With `verify_content`, every file is also read and compared
+    with its checksums. Raises CheckpointError if a checkpoint is damaged; for a folder or a run directory, only after
+    the tables are printed. Raises ValueError if `path` is not a checkpoint and contains none, not even an incomplete
+    one.
     """
     console = Console(width=None if sys.stdout.isatty() else _ONE_LINE)
     if (path / MANIFEST).is_file():

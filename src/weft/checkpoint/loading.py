@@ -64,9 +64,8 @@ def unpack(stream: IO[bytes]) -> Any:
 
 
 def _check_names(pickled: bytes, length: int) -> None:
-    """Raise ValueError if it is not safe to load the pickle. The pickle must contain only globals in `_NAMES`, and only
-    opcodes that checkpoints need. Loading it must not allocate much more memory than `length`, the bytes of all files
-    in its archive."""
+    """Raise ValueError unless the pickle is safe to load: it contains only globals in `_NAMES` and opcodes that
+    checkpoints need, and allocates not much more memory than `length`, the bytes of all files in its archive."""
     calls = largest = 0
     has_bare_storages = False
     for opcode, argument, _ in pickletools.genops(pickled):
@@ -87,8 +86,8 @@ def compare(
     """Raise CheckpointMismatch if the keys, shapes or dtypes of `live` differ from those of `stored`, or if a tensor of
     `live` has no memory.
 
-    `elsewhere`: keys of other pipeline stages, which `stored` may contain too. Distributed Checkpoint itself would
-    ignore keys that are only in `stored`, and would cast tensors of another dtype.
+    `elsewhere`: keys of other pipeline stages, which `stored` may contain too. Distributed Checkpoint itself ignores
+    keys that are only in `stored`, and casts tensors of another dtype.
     """
     if empty := [key for key, value in live.items() if isinstance(value, torch.Tensor) and value.is_meta]:
         raise CheckpointMismatch(

@@ -42,9 +42,9 @@ class Lock(Protocol):
 def lock(directory: Path, *, timeout: float, say: Callable[[str], None]) -> Lock:
     """Make this process the only writer of `directory` until it releases the returned lock.
 
-    If another process holds the lock, waits up to `timeout` seconds for it, because a run that was just killed may take
-    a moment to end. Before the wait, `say` is called with a line of text. Raises CheckpointError if the other process
-    still holds the lock after the wait.
+    If another process holds the lock, calls `say` with a line of text and waits up to `timeout` seconds, because a run
+    that was just killed may take a moment to end. Raises CheckpointError if the other process still holds the lock
+    then.
     """
     path = directory / LOCK
     with operation("open", path):
@@ -89,8 +89,8 @@ class _Flock:
     def release(self) -> None:
         """Release the lock, so that other processes can write.
 
-        Processes that were forked from this one, such as data loader workers, have the lock file open too. If this
-        process only closed the file, the lock would remain until they exit.
+        To close the file is not enough: processes that were forked from this one, such as data loader workers, have it
+        open too, and would keep the lock.
         """
         fcntl.flock(self._stream, fcntl.LOCK_UN)
         self._stream.close()

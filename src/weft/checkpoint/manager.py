@@ -38,16 +38,16 @@ class CheckpointManager:
     """Saves and loads checkpoints of a run in `directory`, which all ranks must see.
 
     A save is written to a new folder and flushed to the disk. After every rank has confirmed its part, one rename makes
-    the folder a checkpoint. Then all checkpoints are deleted except the newest `keep` and the steps in `protected`. If
-    `load` skipped a checkpoint, or was called with a `step` below the newest one, all checkpoints that existed at that
-    time are kept too.
+    the folder a checkpoint.
+
+    Then older checkpoints are deleted, except the newest `keep` and the steps in `protected`. If `load` did not load
+    the newest checkpoint, all checkpoints that existed at that time are kept too.
 
     All ranks of `process_group` (default: all ranks) must make the same calls in the same order, each with its own part
     of the state. A single process needs no process group.
 
-    `progress` is called on the first rank with a line of text: about each save, about each checkpoint that `load`
-    skips, and before a wait for another run to release the directory. For an asynchronous save, the background thread
-    calls it.
+    `progress` is called on the first rank with a line of text about each save, each checkpoint that `load` skips, and a
+    wait for another run to release the directory. For an asynchronous save, the background thread calls it.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class CheckpointManager:
         self.protected: set[int] = set()
         """Steps of checkpoints that are kept in addition to the newest."""
         self._spared: set[int] = set()
-        """Steps of all checkpoints that existed when `load` did not load the newest. This manager deletes none of them:
-        each step that it saves may be lower than theirs."""
+        """Steps of all checkpoints that existed when `load` did not load the newest. This manager deletes none of them,
+        because the steps that it saves may be lower than theirs."""
 
     def _connect(self) -> None:
         """Connect the ranks. Collective after `close`, and in the constructor."""
@@ -101,8 +101,8 @@ class CheckpointManager:
     def claim(self) -> None:
         """Become the only writer of the directory until `close`, and remove leftovers of killed saves and deletions.
 
-        Calling `claim` is optional, because the first `save` claims the directory too. But only `claim` tries the file
-        operations of a save with a small test file, so that a run learns before training whether it can save.
+        The first `save` claims the directory too. But only `claim` tries the file operations of a save with a small
+        test file, so that a run learns before training whether it can save.
 
         Raises CheckpointError if another run still holds the directory after 30 seconds, if the test file cannot be
         written and read, or if a rank does not see this file. Raises StorageError if another file operation fails, for
@@ -126,21 +126,20 @@ class CheckpointManager:
     ) -> None:
         """Save `state` (name -> Stateful or state dict) as the checkpoint of `step`, an integer of at least 0.
 
-        First waits for the previous save to end. Without `asynchronous`, returns when the checkpoint is complete. With
-        `asynchronous`, returns when the state is copied to host memory, and a background thread writes the copy while
-        training continues. If a background save fails, the next `save`, `load`, `claim`, `wait` or `close` raises
-        CheckpointError with the failure's message.
+        First waits for the previous save to end. `committed` is called on the first rank when the checkpoint is
+        complete.
 
-        `committed` is called on the first rank when the checkpoint is complete; with `asynchronous`, the background
-        thread calls it.
+        - `asynchronous=True`: returns when the state is copied to host memory. A background thread writes the copy
+          while training continues, and calls `committed`. If the write fails, the next `save`, `load`, `claim`, `wait`
+          or `close` raises CheckpointError with the failure's message.
+        - `asynchronous=False`: returns when the checkpoint is complete.
 
-        Raises CheckpointError if a checkpoint of `step` already exists, unless the last `load` without `step` skipped
-        that checkpoint. In this case, `save` renames the skipped checkpoint and saves the new one. Also raises
-        CheckpointError if another run still holds the directory after 30 seconds.
+        Raises CheckpointError if another run still holds the directory after 30 seconds, or if a checkpoint of `step`
+        already exists. (If the last `load` without `step` skipped that checkpoint, `save` renames it instead.)
 
-        If a rank cannot copy its state, every rank raises an error. That rank raises the original error, such as a
-        TypeError for a value that a load would refuse. The other ranks raise the same error if it is one of weft's
-        errors, and otherwise a RuntimeError with its message.
+        If a rank cannot copy its state, that rank raises the original error, such as a TypeError for a value that a
+        load would refuse. The other ranks raise the same error if it is one of weft's errors, and otherwise a
+        RuntimeError with its message.
         """
         step = _whole(step)
         self.wait()
@@ -212,21 +211,17 @@ class CheckpointManager:
         `state` are not read. All data that is read is compared with its checksums. Of the functions and classes that a
         checkpoint names, only those on fixed lists are called.
 
-        Without `step`, `load` skips checkpoints that are damaged or belong to another run, and lists them in
-        `passed_over`. If it does not load the newest checkpoint, later saves of this manager delete none of the
-        checkpoints that existed during the load. If a training run deletes a checkpoint during the load because it has
-        saved newer ones, `load` tries the newer ones.
+        Raises CheckpointError if the checkpoint of `step` does not exist, is damaged or belongs to another run. A
+        damaged checkpoint may already have filled a part of `state`. Without `step`, `load` skips checkpoints that are
+        damaged or belong to another run, lists them in `passed_over`, and raises only if no checkpoint can be loaded.
 
-        With `step`, raises CheckpointError if the checkpoint does not exist, is damaged or belongs to another run.
-        Without `step`, raises it only if no checkpoint can be loaded. A damaged checkpoint may already have filled a
-        part of `state`. Raises CheckpointMismatch if keys, shapes or dtypes in `state` differ from the stored ones, or
-        if an optimizer was stored with another class or other parameter groups. This error is raised before `state` is
-        changed. For keys, the message lists the missing ones, the unexpected ones and those with another shape or
-        dtype, at most 20 of each.
+        Raises CheckpointMismatch, before `state` is changed, if keys, shapes or dtypes in `state` differ from the
+        stored ones, or if an optimizer was stored with another class or other parameter groups. The message lists
+        missing keys, unexpected keys and keys with another shape or dtype, at most 20 of each.
 
         An error in a method of an object in `state` is raised unchanged on the rank where it occurs. The other ranks
-        raise the same error if it is one of weft's errors. For any other error, they raise a RuntimeError whose message
-        gives the rank, and the type and message of the original error.
+        raise the same error if it is one of weft's errors, and otherwise a RuntimeError with its rank, type and
+        message.
         """
         self.wait()
         steps = self.steps()

@@ -138,9 +138,8 @@ class Manifest:
 class CheckedFile(io.RawIOBase):
     """A stream that reads a checkpoint's file `name` or, after `cut_to`, a part of it.
 
-    `file`: the entry of the file in the manifest. A read compares the checksum of each block that it needs with the
-    checksum in this entry. If they differ, the read raises CheckpointError with the names of the file and the
-    checkpoint.
+    Raises CheckpointError if the checksum of a block that is read differs from the one in `file`, the entry of the file
+    in the manifest.
     """
 
     def __init__(self, checkpoint: Path, name: str, file: File) -> None:
@@ -252,7 +251,7 @@ def require_plain(path: Path) -> None:
 def _unusable(checkpoint: Path, damage: str) -> CheckpointError:
     """Return the error for an unusable file of `checkpoint`. It is CheckpointGone if the whole checkpoint was removed.
 
-    A checkpoint that is a dangling link, such as a link to an unmounted disk, counts as existing.
+    A dangling link, such as one to an unmounted disk, counts as existing.
     """
     if os.path.lexists(checkpoint):
         return CheckpointError(f"{checkpoint} is damaged: {damage}")

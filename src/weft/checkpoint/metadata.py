@@ -1,9 +1,10 @@
 """Reads and checks `.metadata`, in which torch Distributed Checkpoint lists the tensors and where their parts are.
 
 The file is a pickle, and an ordinary unpickler would call every function that the file names. The unpickler here
-accepts only the few opcodes and classes of such a file. The content is then compared with the list of files in the
-manifest. Every part of every tensor must be in a listed file. The size of the part must be the size that its shape and
-dtype need, or at most 64 KiB larger. The parts must make up the whole tensor.
+accepts only the few opcodes and classes of such a file.
+
+The content is then checked: the parts of each tensor must make up the whole tensor. Every part must be in a file that
+the manifest lists, and have the size that its shape and dtype need, or be at most 64 KiB larger.
 """
 
 import io
@@ -84,7 +85,7 @@ class _Unpickler(pickle._Unpickler):
 
 def _member(enumeration: Any, name: Any) -> _MEM_FORMAT_ENCODING:
     """Return the member `name` of torch's enumeration of memory formats. Replaces `getattr`, which pickles of Python up
-    to 3.11.2 call to get a member. Later versions pickle members by value."""
+    to 3.11.2 call to get a member."""
     if enumeration is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
         raise CheckpointError("asks for an attribute, which no checkpoint needs")
     return _MEM_FORMAT_ENCODING[name]

@@ -17,8 +17,8 @@ _SEEN_S = 10.0
 def try_save(directory: Path) -> Path:
     """Try the file operations of a save: write a folder with one small file to `directory`, and read the file.
 
-    Return the folder. Only the first rank calls `try_save`. Every rank then passes the folder to `sees`, and at the end
-    the first rank passes the folder to `remove`. Raises CheckpointError, which names the failed operation and a remedy.
+    Return the folder. The first rank calls `try_save`, then every rank passes the folder to `sees`, and the first rank
+    passes it to `remove`. Raises CheckpointError, which names the failed operation and a remedy.
     """
     for left in directory.glob(f"{PROBE}*"):
         shutil.rmtree(left, ignore_errors=True)

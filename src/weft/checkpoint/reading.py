@@ -96,8 +96,8 @@ def _tensor(stream: CheckedFile) -> torch.Tensor:
 @contextmanager
 def plain_errors(*, unchanged: bool = False) -> Iterator[None]:
     """In this context, the error of the lowest rank that failed replaces torch's CheckpointException, which holds the
-    errors of all ranks. If this error is not a CheckpointError, it becomes a CheckpointError with the same message on
-    one line. With `unchanged`, it stays as it is."""
+    errors of all ranks. Without `unchanged`, any other error than CheckpointError becomes one, with the same message on
+    one line."""
     try:
         yield
     except CheckpointException as error:

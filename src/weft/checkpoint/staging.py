@@ -1,8 +1,7 @@
 """Copies the state of a run, so that a background thread can write the copy while training continues.
 
 Distributed Checkpoint divides the state into items (`WriteItem`). An item is either a box, which is a rectangular part
-of a tensor, or other data. Each rank copies the items that it holds, so all sharded tensors that Distributed Checkpoint
-supports can be copied if their parts are dense.
+of a tensor, or other data. Each rank copies the items that it holds.
 """
 
 import io
@@ -91,9 +90,9 @@ class Stager:
         """Copy the values in `flat` to host memory, and return the copy when it is complete. Only this rank's part of a
         sharded tensor is copied.
 
-        Raises TypeError or ValueError for what a load would refuse. A load accepts dense tensors and, for each key, at
-        most 256 MiB of plain data (numbers, strings, bytes, lists, tuples, sets, dictionaries, None). All characters of
-        the keys must be printable.
+        Raises TypeError or ValueError for what a load would refuse. A load accepts keys of printable characters, dense
+        tensors and, for each key, at most 256 MiB of plain data (numbers, strings, bytes, lists, tuples, sets,
+        dictionaries, None).
         """
         if strange := [key for key in flat if not key.isprintable()]:
             raise ValueError(

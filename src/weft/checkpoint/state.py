@@ -24,14 +24,14 @@ from weft.words import listed
 class Stateful(Protocol):
     """The protocol of objects that can be in a checkpoint.
 
-    A load calls `state_dict`, and fills in place the tensors in the returned dictionary and in dictionaries nested in
-    it. Then the load calls `load_state_dict` with a dictionary of the same structure, which contains these tensors and
-    the other stored values.
+    A load calls these methods in this order. Only `state_dict` and `load_state_dict` are required.
 
-    The other members are optional. A load calls `prepare_load(stored)` before `state_dict`. `stored` maps the key of
-    each stored entry of the object to the metadata of the entry. After `state_dict`, and before any tensor is filled, a
-    load calls `check_load(plain)`, which raises CheckpointMismatch if the object cannot load the checkpoint. `plain`
-    maps the key of each entry that is not a tensor to its stored value.
+    - `prepare_load(stored)`: `stored` maps the key of each stored entry of the object to the entry's metadata.
+    - `state_dict()`: the tensors in the returned dictionary, and in dictionaries nested in it, will be filled in place.
+    - `check_load(plain)`: raises CheckpointMismatch if the object cannot load the checkpoint. `plain` maps the key of
+      each entry that is not a tensor to its stored value. No tensor is filled yet.
+    - `load_state_dict(state)`: `state` has the structure that `state_dict` returned, with the filled tensors and the
+      other stored values.
 
     `per_rank = True` means that each rank saves and loads its own state. If an object with `per_rank` is loaded on
     another number of ranks, the load calls `load_from_other_ranks(state, rank, ranks)` instead of `load_state_dict`.
@@ -122,9 +122,8 @@ class OptimizerState:
         return {name: dict(state[parameter]) for name, parameter in self.parameters.items() if parameter in state}
 
     def prepare_load(self, stored: Mapping[str, Stored]) -> None:
-        """Allocate the tensors that the load fills with the stored state. No tensors are allocated for parameters that
-        this optimizer lacks. The load reports their keys as unexpected, unless the parameters are on other pipeline
-        stages."""
+        """Allocate the tensors that the load fills with the stored state of this optimizer's parameters. The load
+        reports other keys as unexpected, unless they belong to other pipeline stages."""
         places: list[tuple[str, list[str], Stored]] = []
         for key, value in stored.items():
             first, *parts = key.split(".")
@@ -148,10 +147,11 @@ class OptimizerState:
         self._filled = list(targets)
 
     def check_load(self, plain: Mapping[str, Any]) -> None:
-        """Raise CheckpointMismatch if the checkpoint's optimizer does not match this one. Both must have the same class
-        and the same parameter groups. Parameters with stored state must have the same shapes and dtypes. Older
-        checkpoints contain neither the class nor the shapes. If the checkpoint lacks the class, or if a class is not
-        from torch.optim, the names of the options are compared instead of the classes."""
+        """Raise CheckpointMismatch if the checkpoint's optimizer has another class or other parameter groups, or if
+        parameters with stored state have other shapes or dtypes.
+
+        If the checkpoint lacks the class (older ones do), or if a class is not from torch.optim, the names of the
+        options are compared instead."""
         self._loaded_options(plain["groups"])
         saved = {name: shape for group in plain["groups"] for name, shape in group.get("shapes", {}).items()}
         here = {name: shape_of(self.parameters[name]) for name in self._filled}
@@ -185,9 +185,8 @@ class OptimizerState:
                     _keep_dtypes(stored, self.optimizer.state.get(parameter, {}))
 
     def _loaded_options(self, stored: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the options of each parameter group, taken from `stored`, the groups of a checkpoint. An option that a
-        stored group lacks, because only newer versions of the optimizer have it, keeps its current value. A group
-        without parameters keeps all its options."""
+        """Return the options of each parameter group, taken from `stored`, the groups of a checkpoint. Options that a
+        stored group lacks, and all options of a group without parameters, keep their current values."""
         here = [index for index in range(len(self.groups)) if self._all_shapes[index]]
         there = [saved for saved in stored if saved["names"]]  # pipeline stages may have empty groups
         _compare_groups([saved["names"] for saved in there], [list(self._all_shapes[index]) for index in here])
@@ -227,8 +226,8 @@ class RandomState:
     """The random generators of Python, numpy and torch (CPU and this rank's GPU), one set for each rank.
 
     If the number of ranks is the same as at the save, each rank restores its generators exactly. Otherwise each rank
-    gets a new seed, which is derived from the saved state of rank 0's torch CPU generator, the index of the rank and
-    the new number of ranks. The seeds are deterministic, and differ between ranks.
+    gets a new seed, derived from the saved state of rank 0's torch CPU generator. The seeds are deterministic, and
+    differ between ranks.
     """
 
     per_rank = True
@@ -284,16 +283,16 @@ def _room_for(stored: Stored, parameter: torch.Tensor, *, is_count: bool) -> Any
 
 
 def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group, live or stored. "param_names" is left out too: torch sets it only if the
-    optimizer was built from `named_parameters`, and it names only the parameters of this pipeline stage."""
+    """Return the options of a parameter group, live or stored. "param_names" is left out too, because it names only the
+    parameters of this pipeline stage."""
     others = ("params", "param_names", "names", "shapes", "class", "beside")
     return {key: value for key, value in group.items() if key not in others}
 
 
 def _class_name(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name of the class of `optimizer`. For a flat optimizer, return the name of the torch class that it
-    replaces. Return None if the class is not from torch.optim, because the name of such a class does not determine
-    the options and the state. The class may wrap any other optimizer, for example."""
+    """Return the name of the class of `optimizer` or, for a flat optimizer, of the torch class that it replaces. Return
+    None if the class is not from torch.optim: it may wrap any other optimizer, for example, so that its name does not
+    determine the options and the state."""
     cls = type(optimizer)
     cls = cls.__bases__[-1] if isinstance(optimizer, FlatOptimizer) else cls
     return cls.__name__ if cls.__module__.startswith("torch.optim.") else None
@@ -358,9 +357,8 @@ def prefix_of(name: str, value: Any, rank: int) -> str:
 
 
 def check_loadable(name: str, value: Any, state: Mapping[str, Any]) -> None:
-    """Raise TypeError if `value` is an optimizer with torch's state dict. A load fills existing tensors, but in a new
-    process the optimizer has none before its first step. `state`: the state dict of `value`. `name`: the name of
-    `value` in the state to save."""
+    """Raise TypeError if `value`, called `name` in the state to save, is an optimizer, and `state` is torch's state
+    dict of it. A load fills existing tensors, but in a new process the optimizer has none before its first step."""
     if isinstance(value, torch.optim.Optimizer) and {"state", "param_groups"} <= state.keys():
         raise TypeError(
             f"the state {name!r} is of type {type(value).__name__}: pass weft.checkpoint.OptimizerState(model, "

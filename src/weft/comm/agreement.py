@@ -4,13 +4,12 @@ The integers are in CPU memory and are sent over gloo, even if data is sent over
 for its device: the ranks compare their queued work while the devices still compute.
 
 At the end of a backward the ranks exchange which collectives they issued, which parameters have gradients, and which
-units (sets of parameters that are gathered and reduced together) still wait for their reduction. Each rank then starts
-the reductions that are due on any rank. A parameter keeps `.grad = None` only if no rank has a gradient for it, as in a
-single process.
+units (sets of parameters that are gathered and reduced together) still wait for their reduction:
 
-If the ranks issued different collectives, the exchange raises an error before the optimizer can use the gradients. At
-that point some gradients may be wrong: two units whose messages have the same size may have received each other's
-gradients.
+- If the ranks issued different collectives, two units whose messages have the same size may have received each other's
+  gradients. The exchange raises an error before the optimizer can use them.
+- Each rank starts the reductions that are due on any rank.
+- A parameter keeps `.grad = None` only if no rank has a gradient for it, as in a single process.
 """
 
 import hashlib
@@ -32,11 +31,11 @@ TAGS = 200
 
 
 def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str, *, channel: int) -> list[int]:
-    """Return the maximum of each of `values` over the ranks that `groups` connect.
+    """Return the maximum of each of `values`, below 2**63 in magnitude, over the ranks that `groups` connect.
 
-    `groups`: the process groups of the mesh axes. Each value is below 2**63 in magnitude. In a group of n ranks there
-    are log2(n) rounds (rounded up). In each round, each rank sends one message, to a rank twice as far away as in the
-    previous round. `what`: the purpose. `channel`: the model's channel. Both determine the tag of the messages.
+    In a group of n ranks, each rank sends log2(n) messages (rounded up), each to a rank twice as far away as the one
+    before. `groups`: the process groups of the mesh axes. `what`, `channel`: the purpose and the model's channel, which
+    determine the tag of the messages.
     """
     tag = tag_of(TAGS, what, channel)
     with streams.on_host():
@@ -78,9 +77,9 @@ class Agreement:
     def same_structure(
         self, units: Sequence[str], groups: Sequence[dist.ProcessGroup], trains: Sequence[bool] = ()
     ) -> list[bool]:
-        """Return, for each parameter group of the units, whether any rank trains it. Raise CollectiveMismatch if
-        `units` differs between ranks. `units`: descriptions of this rank's units and parameters. `trains`: for each
-        parameter group, whether this rank trains it. `groups`: the process groups, as in `compare`."""
+        """Return, for each parameter group of the units, whether any rank trains it. `trains`: whether this rank
+        does. `units`: descriptions of this rank's units and parameters; raise CollectiveMismatch if they differ between
+        ranks. `groups`: the process groups, as in `compare`."""
         word = _fingerprint(units)
         high, low = agree([word, -word], groups, "first pass", channel=self.channel)
         if high != -low:
@@ -96,13 +95,12 @@ class Agreement:
         names: Sequence[str],
         groups: Sequence[dist.ProcessGroup],
     ) -> tuple[list[list[bool]], bool]:
-        """Compare the logs of all ranks at the end of a backward, and clear this rank's log. Return two values. The
-        first: for each flag in `flags`, whether it is true on any rank. The second: whether `ready_order` is the same
-        on all ranks.
+        """Compare the logs of all ranks at the end of a backward, and clear this rank's log. Raise CollectiveMismatch,
+        on every rank, if any two logs differ. Return, for each flag in `flags`, whether it is true on any rank, and
+        whether `ready_order` is the same on all ranks.
 
         `ready_order`: the indices of the units in the order in which their gradients were ready. `names`: the names of
-        all units. `groups`: the process groups of the mesh axes, which together reach every rank. Raises
-        CollectiveMismatch, on every rank, if any two logs differ."""
+        all units. `groups`: the process groups of the mesh axes, which together reach every rank."""
         log, self._log = self._log, []
         if all(group.size() == 1 for group in groups):
             return [*map(list, flags)], True

@@ -8,7 +8,7 @@
     any device             any other      `TRANSPORT` of the backend's module, or `BuiltIn`
 
 The transport of a backend is `TRANSPORT` of the module `weft.comm.<backend>`, so a new transport needs only one new
-file. Code outside of `weft.comm` never branches on the name of a backend.
+file.
 """
 
 from importlib import import_module

@@ -122,9 +122,8 @@ class BuiltIn:
         return partial_numel // size if scatters else 0
 
     def _scaled(self, partial: Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:
-        """Return two values. The first: the reduce operation. The second: the factor by which the caller must multiply
-        the result. A sum in a dtype narrower than fp32 has the factor 1, because this function scales `partial`
-        instead."""
+        """Return the reduce operation, and the factor by which the caller must multiply the result. A sum in a dtype
+        narrower than fp32 has the factor 1, because this function scales `partial` instead."""
         if scale == 1 / size and not sum_only and self._averages:
             return dist.ReduceOp.AVG, 1.0
         if partial.dtype.itemsize < 4:  # an fp16 sum may overflow: scale the terms first

@@ -3,8 +3,9 @@
 Each function for lanes starts its transfers and returns a `Pending`, whose `complete()` waits for the transfers and
 does the remaining work on this rank. The tensors of these functions are contiguous. They are 1-D, except in
 `send`, in `receive`, and in `all_to_all`, which sends rows. `tag` separates the messages of different lanes if the
-transport has tags. The functions at the end of this file are blocking (on CUDA, the current stream waits). The hang
-detector watches blocking functions during the call, and functions for lanes while a caller waits for them.
+transport has tags.
+
+The functions at the end of this file are blocking. On CUDA, only the current stream waits.
 """
 
 import math

@@ -42,8 +42,8 @@ _GONE = (
 
 
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
-    """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed the group. But
-    torch finds groups by name: if a later group has the name of the destroyed one, the later group is returned."""
+    """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed the group, unless a
+    later group has its name: that group is returned."""
     try:
         return mesh.get_group(axis)
     except (KeyError, RuntimeError, ValueError) as error:
@@ -128,8 +128,8 @@ _naming = threading.RLock()
 def _named(name: str) -> Iterator[None]:
     """Inside this context, groups that this thread creates get the name `name`.
 
-    Ranks find each other by the group's name. torch's names depend on the number of groups that a rank has. This number
-    may differ between the ranks of a pipeline, and these ranks would then wait for each other forever.
+    Ranks find each other by the group's name. torch's names depend on the number of groups that a rank has, which may
+    differ between the ranks of a pipeline. These ranks would then deadlock.
     """
     c10d, caller = dist.distributed_c10d, threading.get_ident()
     with _naming:
@@ -181,9 +181,10 @@ def neighbors(group: dist.ProcessGroup, size: int) -> Any:
 
 def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Any]:
     """For each pair of ranks of `group` in `pairs`, return a communicator, or None if this rank is not in the pair.
-    Every rank of `group` must make the same calls in the same order. With tags, pairs of the same two ranks share one
-    communicator. Without tags, each pair has its own, because a communicator runs one message at a time. `group` itself
-    is never used for a pair, because an aborted wait would close it for good."""
+    Every rank of `group` must make the same calls in the same order.
+
+    With tags, pairs of the same two ranks share one communicator. Without tags, each pair has its own, because a
+    communicator runs one message at a time. `group` itself is never used, because an aborted wait would close it."""
     tagged = transport_of(group, device).capabilities.tags
     ranks = dist.get_process_group_ranks(group)
     call = _next(group, "pairs")

@@ -70,8 +70,8 @@ class Ticket:
             transfer.abandon(timeout)
 
     def abandon_watched(self) -> None:
-        """Do the same as `abandon`. Other ranks may need this rank in gathers before they can end this transfer. During
-        the wait, this rank joins such gathers."""
+        """Do the same as `abandon`, and join gathers during the wait: other ranks may need this rank in them before
+        they can end this transfer."""
         with suppress(CollectiveMismatch), watched(self._call):  # the next wait raises it again
             self.abandon()
         self.abandon()  # if the mismatch was known before; otherwise this does nothing
@@ -79,8 +79,8 @@ class Ticket:
     @property
     def ended(self) -> bool:
         """Whether the transfers have ended and no longer use their memory. On CPU, transfers that did not end at once
-        count as ended only after `abandon`, or after a wait for them: by a caller, by the thread of `end_by_itself`, or
-        by a collective that runs `after` this ticket."""
+        count as ended only after `abandon`, or after a wait by a caller, a thread or a collective that runs `after`
+        this ticket."""
         if self._event is not None and not self._event.query():
             return False
         return self._transfer is None or self._transfer.has_ended
@@ -184,8 +184,8 @@ class Lane:
           may skip need a separate channel.
         - `after`: a ticket that must end before the collective starts. The computation does not wait for it, except on
           CPU with a transport without tags.
-        - `behind`: an event (`streams.moment`) at which all inputs are ready. With streams, the collective waits only
-          for this event, not for other work of the current stream, and must write to memory from `Lane.memory`.
+        - `behind`: an event (`streams.moment`) at which all inputs are ready. With streams, the collective waits for
+          this event instead of all work of the current stream so far, and must write to memory from `Lane.memory`.
         - `prepare`: called right before the collective starts, on CUDA on the lane's stream.
         """
         if (self.stream is not None) != streams.has_streams(self._device):
@@ -249,10 +249,9 @@ class Lane:
             return Ticket(transfer, self.stream.record_event(), call, after, home, name)
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
-        """Allocate memory for the current stream, in the dtype of `like`. The memory is allocated on the lane's stream,
-        so the lane can fill it immediately. Memory of the current stream might still be in use by earlier work, for
-        which the lane would have to wait. The lane can reuse the memory when it is freed and the current stream is done
-        with it."""
+        """Allocate memory for the current stream, in the dtype of `like`. It is allocated on the lane's stream, so that
+        the lane can fill it immediately: memory of the current stream might still be in use by earlier work, for which
+        the lane would have to wait."""
         home = streams.current(self._device)
         with streams.on(self.stream):
             made = like.new_empty(size)

@@ -6,8 +6,8 @@
                 they were issued
 
 If the host waits for held-back communication, all of it starts immediately. Its order relative to exchanges may then
-differ between ranks; with tags, messages still match. On devices with streams, and with backends without tags, nothing
-is held back, because ranks must issue all communication of a group in the same order there.
+differ between ranks, which only messages with tags allow. On devices with streams, and with backends without tags,
+nothing is held back.
 """
 
 import threading

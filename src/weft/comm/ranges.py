@@ -22,9 +22,9 @@ _HAS_CUDA = torch.backends.cuda.is_built()
 
 
 def profiled(unit: str, what: str) -> AbstractContextManager:
-    """Return a context that records a range for a profiler. If no profiler reads it, the context labels communication
-    in a timeline. `unit`: the name of the unit. `what`: such as "gather", "forward", "backward" or "reduce". The call
-    also tells the hang detector that the next collectives belong to `unit`."""
+    """Return a context that records a range for a profiler or, without one, labels communication in a timeline. `unit`:
+    the name of the unit. `what`: such as "gather", "forward", "backward" or "reduce". The call also tells the hang
+    detector that the next collectives belong to `unit`."""
     if (watch := hang_detector()) is not None:
         watch.subject = unit or "the root"
     if not recording and not observed():

@@ -11,8 +11,7 @@
     `taken`                   -                             recorded as a write                    -
     `unawaited`               -                             counted                                -
 
-weft orders its work with these functions, so the order can be checked without a device. Only the capture of CUDA graphs
-and the timeline use torch's streams and events directly.
+weft orders its work with these functions, so the order can be checked without a device.
 """
 
 import threading
@@ -47,8 +46,8 @@ def has_streams(device: torch.device) -> bool:
 
 def new(name: str, device: torch.device, owner: Any = None) -> Any:
     """Return a new stream for communication, or None on a device without streams. The stream has high priority, so that
-    communication kernels get the few SMs that they need before computation kernels occupy all of them. While `owner`
-    exists, later calls return this stream only if torch has no other streams left."""
+    communication kernels get the few SMs that they need before computation kernels occupy all of them. `owner`: while
+    it exists, later calls avoid this stream."""
     if _checker is not None:
         return _checker.new(name)
     return _unused(lambda: torch.cuda.Stream(device, priority=-1), owner) if device.type == "cuda" else None

@@ -88,8 +88,8 @@ class Transfer:
         return True
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Open the gate and wait for the end. Raises the exception of a failed transfer. A call with a `timeout` is
-        `abandon(timeout)`, which discards the result. The signature matches `wait` of torch's work handles."""
+        """Open the gate and wait for the end. Raises the exception of a failed transfer. With a `timeout`, call
+        `abandon(timeout)`, which discards the result."""
         if timeout is not None:
             return self.abandon(timeout)
         if self._gate is not None:

@@ -60,8 +60,8 @@ class Capabilities:
 class Pending:
     """Transfers in flight: their work handles, and the work of this rank that follows them.
 
-    `finish`: called after the transfers. `second`: set instead of `finish` if a second round of transfers follows. It
-    is called after the transfers, starts the second round, and returns the `Pending` of that round.
+    `finish`: called after the transfers. `second`: called instead of `finish` if a second round of transfers follows;
+    it starts that round and returns its `Pending`.
     """
 
     works: list[Any] = field(default_factory=list)
@@ -97,9 +97,13 @@ class Pending:
 
 
 class Sum(NamedTuple):
-    """How a reduction writes its sum over the ranks to the output. `scale`: the sum is multiplied by it. `accumulate`:
-    add the sum to the output. `inbox`: memory for received data, `inbox_numel` elements in the dtype of the messages.
-    `sum_only`: the backend must sum, not average; the transport scales the sum."""
+    """How a reduction writes its sum over the ranks to the output.
+
+    - `scale`: the sum is multiplied by it.
+    - `accumulate`: the sum is added to the output.
+    - `inbox`: memory for received data, `inbox_numel` elements in the dtype of the messages.
+    - `sum_only`: the backend must sum, not average; the transport scales the sum.
+    """
 
     scale: float
     accumulate: bool

@@ -6,8 +6,7 @@
     checker.waits                          # what the host waited for, and where
 
 Operators run immediately on CPU tensors, in the order in which the host issues them. The checker tests whether the
-recorded waits would force CUDA to run the operators in a correct order. `weft.debug.memory` records the memory that
-each operator reads and writes. The clocks of `weft.debug.clocks` define the order of work.
+recorded waits would force CUDA to run the operators in a correct order.
 
     operator                                     counted as
     -------------------------------------------  -----------------------------------------------------------------
@@ -87,8 +86,7 @@ class StreamChecker:
 
     - `waits`: the number of the host's waits, by cause and place.
     - `unawaited`: the number of communication operations whose handle (ticket) was dropped without a wait, by operation
-      and place. Dropping the handle makes later work wait for the operation, but work before the drop may have
-      read the result too early.
+      and place. Work before the drop may have read the result too early.
     - `work`: the pieces of work, in the order in which they ran. It stays empty without `record`.
     """
 

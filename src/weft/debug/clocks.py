@@ -1,9 +1,12 @@
 """Streams and events as vector clocks.
 
 An actor is a stream or the host. The pieces of work of each actor are numbered from 1; the number of a piece is its
-time. A clock maps each actor to a time: all pieces of the actor up to this time are known to have ended. For example,
-if the clock of an operation has 7 for another stream, the first 7 pieces of that stream ended before the operation. An
-event is a copy of a clock. When an actor waits for an event, each smaller entry of the actor's clock rises to the
+time.
+
+A clock maps each actor to a time: all pieces of the actor up to this time are known to have ended. For example, if the
+clock of an operation has 7 for another stream, the first 7 pieces of that stream ended before the operation.
+
+An event is a copy of a clock. When an actor waits for an event, each smaller entry of the actor's clock rises to the
 event's value.
 """
 

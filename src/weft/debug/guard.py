@@ -8,10 +8,7 @@
     reads `weight.detach()` that was kept from a forward    arbitrary values, or a crash      NaN
     writes to gathered weights through `weight.data`        lost with the next gather         `WeightsWritten`
 
-When gathered weights are freed, their memory is filled with NaN. With `allocator="trace"`, the weights of all
-units share one allocation (the slab) after the first step. Memory in the slab is NaN until another buffer uses it.
-Memory outside of the slab is not released, so memory for the weights of all units may be allocated at the same time.
-Before weights are freed, the guard compares them with a copy, to find writes.
+Memory of freed weights stays NaN until another buffer uses it.
 """
 
 from collections.abc import Iterator

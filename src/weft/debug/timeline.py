@@ -1,6 +1,5 @@
 """Records when communication and computation ran. Lanes (communication queues) report their operations, and the waits
-for these, to the recording timeline. Schedules (`weft.overlap`) report their compute steps. If no timeline is
-recording, a report costs only the check whether a list is empty.
+for these, to the recording timeline. Schedules (`weft.overlap`) report their compute steps.
 
     with Timeline() as timeline:
         step()
@@ -10,8 +9,7 @@ recording, a report costs only the check whether a list is empty.
     gather    |  - - - - -  |===========================|      waits while its communicator is busy, then runs
     reduce  |=============|                                    on the same communicator
 
-On CPU a thread waits for each transfer, so the end is recorded when the transfer ends, not when the program waits.
-On CUDA, events are recorded on the lane's stream, and `intervals` reads them.
+On CPU, a thread waits for each transfer and records its end. On CUDA, events are recorded on the lane's stream.
 """
 
 import time
@@ -29,8 +27,7 @@ from weft.comm.transport import Pending
 class Interval(NamedTuple):
     """One operation on a lane, a compute step (`lane` "compute") or a wait (`lane` "wait"). Times are seconds since the
     recording began. `start`: the time of issue or, if later, the time at which the communicator had finished all
-    earlier operations. This assumes that a communicator runs one operation after another, as in NCCL. Over gloo,
-    operations may overlap."""
+    earlier operations. This assumes that a communicator runs one operation after another, as in NCCL."""
 
     lane: str
     label: str

@@ -8,10 +8,11 @@ all others                       element-wise, on operands that are cut     `on_
                                    or can be sliced in the same way
 foreach and fused optimizers     on lists, all tensors at once              `on_lists`
 
-The fast path and `on_lists` do not call the operator. They call torch's method or function of the same name, if
-there is one, because it parses its arguments faster. A rule (`rules.py`) that cannot run the operator on local parts
-returns `NotImplemented` or raises TypeError. The rules run below autograd, so they increment the version counters of
-the local parts that they write to.
+The fast path and `on_lists` do not call the operator, but torch's method or function of the same name, if there is one:
+it parses its arguments faster.
+
+A rule (`rules.py`) that cannot run the operator on local parts returns `NotImplemented` or raises TypeError. The rules
+run below autograd, so they increment the version counters of the local parts that they write to.
 """
 
 import operator
@@ -76,8 +77,8 @@ def wrote(tensors: Iterable[DTensor]) -> None:
 
 @cache
 def _facts(func: Any) -> tuple[Callable[..., Any], tuple[str, ...], frozenset[str]]:
-    """Return three values. The first: an operator's function for plain tensors. The second: the names of its
-    arguments. The third: the names of the arguments that it writes to."""
+    """Return an operator's function for plain tensors, the names of its arguments, and the names of the arguments that
+    it writes to."""
     arguments = func._schema.arguments
     name = func._schema.name.removeprefix("aten::")
     run = func
@@ -116,7 +117,7 @@ _SCALARS = frozenset((float, int, bool, type(None)))
 
 def _beside(operands: tuple) -> list[Any] | None:
     """Return the operands' local parts, and scalars unchanged. Return None if an operand that is not a scalar lacks the
-    spec and cuts of the first operand. In single-tensor optimizer steps, operands usually have them."""
+    spec and cuts of the first operand."""
     first = operands[0]
     if type(first) is not UnevenDTensor:
         return None
@@ -134,10 +135,12 @@ def _beside(operands: tuple) -> list[Any] | None:
 
 
 def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an element-wise operator on the local parts. A scalar, or an operand with the result's cuts, needs no change.
-    A DTensor with the result's shape but other cuts is gathered, then sliced by the result's cuts. A plain tensor of
-    the result's shape is sliced if the operator writes to a sharded tensor. For any other operand, return
-    `NotImplemented`."""
+    """Run an element-wise operator on the local parts. Return `NotImplemented` for an operand that is none of these:
+
+    - A scalar, or an operand with the result's cuts: used without change.
+    - A DTensor with the result's shape but other cuts: gathered, then sliced by the result's cuts.
+    - If the operator writes to a sharded tensor, a plain tensor of the result's shape: sliced by the result's cuts.
+    """
     # Optimizers call these operators once per parameter, so avoid slow pytree functions: the operators take no lists.
     changed = kwargs.get("out", args[0]) if func._schema.is_mutable else None
     given = (*args, *kwargs.values())
@@ -258,7 +261,7 @@ def _on_two_kinds(func: Any, args: tuple, kwargs: dict, torchs: Sequence[bool]) 
 
 def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], written: bool) -> Any:
     """Return the argument `values`, with each tensor cut like the tensor at its place in the list `first`. `cuts`: the
-    cuts of `first`. A tensor with other cuts is sliced. If the operator writes to it (`written`), raise TypeError
+    cuts of `first`. A tensor with other cuts is sliced; if the operator writes to it (`written`), raise TypeError
     instead. Equal cuts are replaced by the same object, because the next comparison is then faster."""
     if not isinstance(values, (list, tuple)) or not any(isinstance(value, torch.Tensor) for value in values[:1]):
         return values

@@ -1,9 +1,10 @@
 """Norms of unevenly sharded tensors, and clipping by them. The norms of the local parts are combined over ranks.
 
-Norms are computed in at least fp32, and rounded to the tensors' dtype once. torch's norm of many tensors creates
-a DTensor for each norm, and torch's clipping computes the factor on DTensors. Both are slow. If all tensors are
-sharded and have one device and dtype, the functions at the end of this file use the local parts of many tensors in one
-operation, and all-reduce one number for all tensors with the same axes.
+Norms are computed in at least fp32, and rounded to the tensors' dtype once.
+
+torch's norm of many tensors creates a DTensor for each norm, and torch's clipping computes the factor on DTensors. Both
+are slow. If all tensors are sharded and have one device and dtype, the functions at the end of this file use the local
+parts of many tensors in one operation, and all-reduce one number for all tensors with the same axes.
 """
 
 import functools
@@ -34,9 +35,9 @@ def _with_spec(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def combined_norms(parts: torch.Tensor, order: float, like: UnevenDTensor) -> torch.Tensor:
-    """Combine the norms of local parts into norms of whole tensors. Collective. All tensors must be sharded over the
-    same axes. `parts`: this rank's norms from `part_norm`, as a 1-D tensor, or 0-D for one tensor. It may be
-    overwritten. `like`: any one of the tensors."""
+    """Combine the norms of local parts into norms of whole tensors, all sharded over the same axes. Collective.
+    `parts`: this rank's norms from `part_norm`, as a 1-D tensor, or 0-D for one tensor; it may be overwritten. `like`:
+    any one of the tensors."""
     if not like.axes:
         return parts
     if math.isinf(order):
@@ -98,8 +99,8 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh | None]:
-    """Return two values. The first: the indices of the sharded tensors, in one list for each combination of mesh,
-    sharded axes and dtype. The second: a mesh on which the norms of all lists are replicated, or None."""
+    """Return the indices of the sharded tensors, in one list for each combination of mesh, sharded axes and dtype, and
+    a mesh on which the norms of all lists are replicated, or None."""
     together: dict[tuple[int, tuple[int, ...], torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, UnevenDTensor):
@@ -163,8 +164,8 @@ def _all_sharded(tensors: list[Any]) -> bool:
 
 @torch.no_grad()
 def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
-    """Return the norm of all `tensors`. Each rank contributes one number for each list of `_alike` tensors. Return None
-    if the tensors have several devices or dtypes, or meshes that do not fit together."""
+    """Return the norm of all `tensors`, or None if they have several devices or dtypes, or meshes that do not fit
+    together. Each rank contributes one number for each list of `_alike` tensors."""
     together, mesh = _alike(tensors)
     parts = parts_of(tensors)
     if mesh is None or len(kinds_of(parts)) > 1:

@@ -7,11 +7,12 @@ The cuts of a tensor (`weft.layout.cuts`) are the borders between the parts that
     Shard(dim), if the cuts are even              even cuts            even cuts
     UnevenShard(dim, cuts), equal to Shard(dim)   even cuts            `cuts`: the local tensor is one of the parts
 
-With a parameter's placements, `distribute_tensor` and `redistribute` return a DTensor with even cuts. The parameter's
-`copy_` and other operators accept this DTensor, however the parameter is cut. `from_local` returns a tensor with the
-parameter's cuts. torch's own `from_local` multiplies the local shape by the number of ranks, and a placement cannot
-change that. With uneven cuts, the product differs between ranks. Therefore weft wraps `from_local` and `redistribute`.
-With torch's own placements, the wrapped functions behave as in torch.
+With a parameter's placements, `distribute_tensor` and `redistribute` return a DTensor with even cuts, which the
+parameter's `copy_` and other operators accept. `from_local` returns a tensor with the parameter's cuts.
+
+torch's own `from_local` multiplies the local shape by the number of ranks. With uneven cuts, the product differs
+between ranks. Therefore weft wraps `from_local` and `redistribute`. With torch's own placements, the wrapped functions
+behave as in torch.
 """
 
 import functools

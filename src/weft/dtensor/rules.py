@@ -94,8 +94,8 @@ _localized = partial(tree_map, local_of)
 
 
 def _new_empty(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Return a plain tensor, because `nn.init` fills the result and copies it to the parameter. But for a call with a
-    `device` and an unchanged shape, return a tensor with the same cuts, because checkpoint stagers copy local parts."""
+    """Return a tensor with the same cuts for a call with a `device` and an unchanged shape, because checkpoint stagers
+    copy local parts. Otherwise return a plain tensor, because `nn.init` fills it and copies it to the parameter."""
     tensor = args[0]
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     if "device" in kwargs and tuple(args[1]) == tensor.shape and isinstance(tensor, UnevenDTensor):

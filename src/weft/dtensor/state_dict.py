@@ -1,11 +1,11 @@
 """Lets `set_model_state_dict` and `set_optimizer_state_dict` load full tensors into tensors that are cut unevenly.
 
 torch's Distributed State Dict distributes full tensors (`full_state_dict=True`, with or without
-`broadcast_from_rank0=True`) by even slices, which it computes from placements. There is no hook for a DTensor with
-other cuts. torch has one function for each case (with and without broadcast). Each function writes its results into a
-dictionary that at first holds the current state. weft wraps both functions and passes them its own dictionary. If
-the current value of a key is an `UnevenDTensor`, weft's dictionary replaces a full tensor for the key by this rank's
-part.
+`broadcast_from_rank0=True`) by even slices. It has no hook for a DTensor with other cuts.
+
+torch has one function for each case (with and without broadcast), which writes its results into a dictionary with the
+current state. weft wraps both functions and passes them its own dictionary. If the current value of a key is an
+`UnevenDTensor`, weft's dictionary replaces a full tensor for the key by this rank's part.
 """
 
 import functools

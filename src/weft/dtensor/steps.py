@@ -3,8 +3,8 @@
 If an operator runs on a sharded tensor, torch calls into Python. This costs more than the arithmetic of a small tensor.
 An operator on a list of sharded tensors makes one such call for all. An operator on plain local parts makes none.
 
-If `foreach` and `fused` are None, weft chooses how Adam, AdamW, SGD and Adagrad step. All parameters of the group must
-be sharded and on CPU. Parameters, gradients and states must have one dtype. Steps then run:
+If `foreach` and `fused` are None, weft chooses how Adam, AdamW, SGD and Adagrad step a group whose parameters are all
+sharded and on CPU, and whose parameters, gradients and states have one dtype:
 
     gradients and states have  | small group: fp32 or fp64, on average  | other groups
                                | at most `SMALL` elements for a rank    |
@@ -17,8 +17,8 @@ A step over lists is torch's step with `foreach=True`, and gives bitwise the sam
 momentum, weft does not step over lists, because such a step would change the gradients. In all other cases, such as
 with hyperparameters that are tensors, or with differentiable steps, torch chooses.
 
-torch makes its choice in the functions that its optimizers call with the parameters of a group. weft wraps these
-functions. Therefore weft sees changes that the user's hooks make, and stores nothing in the optimizer.
+weft wraps the functions in which torch makes its choice, which its optimizers call with the parameters of a group.
+Therefore weft sees changes that the user's hooks make, and stores nothing in the optimizer.
 """
 
 import functools
@@ -115,8 +115,8 @@ def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[
 
 def _piece_counts(lists: Sequence[list[Any]], size: int, *, creates: bool) -> list[int]:
     """Return the number of pieces of each parameter. `lists`: parameters, gradients and states. `size`: the number
-    of elements of a piece. `creates`: whether the step replaces None by a buffer. A parameter whose buffer is None is
-    not divided, because the step would create a buffer for each piece."""
+    of elements of a piece. `creates`: whether the step replaces None by a buffer. If so, a parameter whose buffer is
+    None is not divided, because the step would create a buffer for each piece."""
     counts, counters = [], set[int]()
     for place, parameter in enumerate(lists[0]):
         row = [values[place] for values in lists if values]

@@ -10,11 +10,11 @@ A parameter may be a DTensor over the whole mesh instead, replicated over the da
     sharded     UnevenDTensor (dp, tp) as above
     unsharded   DTensor on (dp, tp)    as before, so that activations may be DTensors over the whole mesh too
 
-If all axes of the mesh are data-parallel, the parameter is sharded like a plain parameter, and is a DTensor while it is
-unsharded. Its gradient, usually partial on the data-parallel axes, is reduced like a plain parameter's gradient.
+If all axes of the mesh are data-parallel, the parameter and its gradient are treated like those of a plain parameter,
+but the unsharded parameter is a DTensor.
 
-Flat buffers hold each tp rank's slice like any other tensor. A gradient that is partial over tp is reduced over tp
-before it is packed. An example is the gradient of a norm between sequence-parallel regions.
+A gradient that is partial over tp, such as that of a norm between sequence-parallel regions, is reduced over tp before
+it is packed.
 """
 
 import math
@@ -114,9 +114,13 @@ class TensorParallel:
 def tensor_parallel_of(
     parameter: nn.Parameter, mesh: DeviceMesh, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
-    """Return the tensor-parallel placement of `parameter`, or None if it is a plain tensor. `mesh`: the data-parallel
-    axes. `where`: the parameter's name in errors. `replicas`: the names of the data-parallel axes, if the parameter may
-    be a DTensor over the whole mesh. Raises ValueError if the parameter's mesh or placement does not fit `mesh`."""
+    """Return the tensor-parallel placement of `parameter`, or None if it is a plain tensor. Raises ValueError if the
+    parameter's mesh or placement does not fit `mesh`.
+
+    - `mesh`: the data-parallel axes.
+    - `where`: the parameter's name in errors.
+    - `replicas`: the names of the data-parallel axes, if the parameter may be a DTensor over the whole mesh.
+    """
     if not isinstance(parameter, DTensor):
         return None
     spec, whole = parameter._spec, None

@@ -1,13 +1,18 @@
 """A DTensor with uneven shards.
 
 torch's `Shard(0)` means even chunks of rows. weft cuts a flat buffer into equal shards, so a parameter's parts may have
-different numbers of rows, or end inside a row. `UnevenDTensor` stores its cuts. It uses them in `full_tensor`, for
+different numbers of rows, or end inside a row. `UnevenDTensor` stores its cuts, and uses them in `full_tensor`, for
 checkpoints, and in operators (`rules.py`).
 
-A part is a range of the flattened tensor. (If the tensor is cut along a dimension other than the first, this dimension
-comes first in the flattened tensor; see `weft.layout.cuts`.) If all cuts are between rows, or between blocks of later
-dimensions, a part is a stack of these rows or blocks (`Cuts.row_dims`). Otherwise it is 1-D. On a rank that has nothing
-of the tensor, the part has zero elements.
+A part is a range of the flattened tensor, in which the dimension that is cut comes first (`weft.layout.cuts`). For
+example, a tensor of the shape [4, 3, 2] has four rows [3, 2], each of three blocks [2]:
+
+    cuts                                  shape of each part (`Cuts.row_dims`)
+    between rows only                     [n, 3, 2]
+    also inside rows, not inside blocks   [n, 2]
+    also inside blocks                    1-D
+
+On a rank that has nothing of the tensor, the part has zero elements.
 
 With tensor parallelism the mesh has one more axis (for experts: one or two). The cuts then divide each tensor-parallel
 rank's slice:
@@ -340,9 +345,9 @@ class _Read(torch.autograd.Function):
 
 
 def _partial(given: Any, own: tuple[Placement, ...]) -> list[Placement] | None:
-    """Return the placements of a gradient that must be summed: `Partial()` where `given` has it, `Replicate()`
-    elsewhere. Return None if no sum is needed. `given`: the user's placements. `own`: the tensor's placements. Where
-    the two differ, `own` must have `Replicate()` and `given` must have `Partial()`. If not, raise ValueError."""
+    """Return the placements of a gradient that must be summed: `Partial()` where `given` (the user's placements) has
+    it, `Replicate()` elsewhere. None if no sum is needed. Raise ValueError if `given` differs from `own` (the tensor's
+    placements) otherwise than by `Partial()` in place of `Replicate()`."""
     if given is None or tuple(given) == own:
         return None
     if len(given) != len(own) or any(a != b and not (a.is_partial() and b.is_replicate()) for a, b in zip(given, own)):

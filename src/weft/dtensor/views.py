@@ -28,8 +28,8 @@ class Step(NamedTuple):
 
 class ShardedView(RuledDTensor):
     """A view of a sharded tensor. Reading the view gathers the tensor. An in-place operator on the view also writes to
-    the tensor. Both are collective. `repr` does not communicate. `to_local()` raises RuntimeError: its result would be
-    a copy, and writes to the copy would be lost."""
+    the tensor. Both are collective; `repr` is not. `to_local()` raises RuntimeError, because writes to its result would
+    be lost."""
 
     _parent: UnevenDTensor
     _steps: tuple[Step, ...]

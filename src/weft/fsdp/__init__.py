@@ -1,9 +1,13 @@
 """Sharding: which parts of weights, gradients and optimizer state a rank has, and when.
 
-A unit is the set of parameters that one call of `fully_shard` shards. Its parameters with the same mesh, dtypes,
-quantization and `requires_grad` form one group. The optimizer updates main weights. Gathers read model weights. A
-driver, such as the hooks, runs units. A holder, such as a forward, needs a unit's full weights. Each method name in
-this table has the same meaning in every class that the last column names:
+    unit           the parameters that one call of `fully_shard` shards
+    group          the parameters of a unit with the same mesh, dtypes, quantization and `requires_grad`
+    main weights   the weights that the optimizer updates
+    model weights  the weights that gathers read
+    driver         runs units; for example, the hooks
+    holder         needs a unit's full weights; for example, a forward
+
+Each method name in this table has the same meaning in every class that the last column names:
 
     weights    gather           start the all-gather of full weights             group, bucket
                lose             undo a gather that failed                        unit, group

@@ -5,22 +5,21 @@
     gathered    the main weights' counter                    Parameter                       all code
     freed       a number >= 1,000,000,000, one per group     `_Gone` subclass of Parameter   no code
 
-Two checks refuse reads of freed weights. Autograd's version check raises for tensors that a forward has saved, on every
-path into backward. The `_Gone` class raises for parameters that code has kept.
+Two checks refuse reads of freed weights. Autograd's version check raises for tensors that a forward has saved, and the
+`_Gone` class for parameters that code has kept.
 
-Autograd also raises if main weights were written to between forward and backward, as it does for a plain module. Here a
-write to one parameter counts for all parameters of its group. If a gathered copy has a version that this file has not
-set, other code wrote to the copy. Such a write would be lost, so `WeightsWritten` is raised.
+Autograd also raises if main weights were written to between forward and backward, as it does for a plain module. A
+write to one parameter counts for all parameters of its group.
 
-Autograd's errors name no parameters. For example, `torch.autograd.grad` with respect to a sharded parameter raises an
-error, because the parameter is in no graph, but the error does not say which parameter it is. Therefore weft wraps
-torch's function that runs a backward, and adds the names.
+A write to a gathered copy would be lost. If a copy has a version that this file has not set, other code wrote to it,
+and `WeightsWritten` is raised.
 
-Other code may still hold the original parameters (`Original`), which `fully_shard` has replaced. Their values, shapes
-and attributes stay as they were. Operators that write to them raise, because the writes would not reach the model.
-(Writes through `.data` or `detach()` are not noticed.) Reading `.grad` also raises. Otherwise, an optimizer
-that was built before sharding would silently train nothing. A backward that reaches an original parameter raises too: a
-forward that computed with it would use the first values forever.
+Autograd's errors name no parameters. Therefore weft wraps torch's function that runs a backward, and adds the names.
+
+Code may still hold the original parameters (`Original`), which `fully_shard` has replaced. Operators that write to
+them and uses of their `.grad` raise. Otherwise, an optimizer that was built before sharding would silently train
+nothing. (Writes through `.data` or `detach()` are not noticed.) A backward that reaches an original parameter raises
+too: its forward has used a value that training never changes.
 """
 
 import functools
@@ -55,7 +54,7 @@ behind_classes = torch._C.DisableTorchFunctionSubclass
 
 class FullParameters:
     """The full parameters of one parameter group as autograd sees them. `copies`: whether they are copies of the main
-    weights. If so, writes to them do not reach the main weights. `version`: the version counter of the main weights."""
+    weights, so that writes to them would be lost. `version`: the version counter of the main weights."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, copies: bool, version: int) -> None:
         self._parameters = tuple(parameters)
@@ -199,7 +198,7 @@ HARMLESS = frozenset(
 
 class Original:
     """Mixin for the class of an original parameter, which a sharded parameter has replaced. Operators that write to the
-    parameter, uses of its `.grad`, and a backward that reaches the parameter raise RuntimeError."""
+    parameter and uses of its `.grad` raise RuntimeError. (For backward, `retire` registers a hook.)"""
 
     __slots__ = ()
 
@@ -234,8 +233,8 @@ _WRITES = re.compile(
 
 
 def retire(original: nn.Parameter) -> None:
-    """Make `original` raise an error when an operator writes to it, when code uses its `.grad`, and when a backward
-    reaches it (see `Original`). `record_of(original)` gives the parameter's name for the error."""
+    """Make `original` an `Original`, and make a backward that reaches it raise RuntimeError. `record_of(original)`
+    gives the parameter's name for the errors."""
     if original.requires_grad:
         original.register_hook(unserializable_hook(functools.partial(_refuse_gradient, weakref.ref(original))))
     original.__class__ = _subclass(Original, type(original))
@@ -278,11 +277,14 @@ Each has the number of backwards that were inspected since then. Backwards with 
 def explaining(
     run: Callable[..., Any], look_around: Callable[..., list], settle: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Wrap `run`, torch's function that runs a backward. Errors about sharded weights then name these weights. The
-    wrapper raises if the backward computes no gradient of a sharded parameter in `inputs` whose unit waits for its
-    backward. `look_around` searches the graph of a backward without `inputs` for parameters in no unit, and returns the
-    new `first_backwards`. The wrapper calls it before such a backward while `first_backwards` is not empty. After a
-    backward without an error, the wrapper calls `settle()`."""
+    """Return `run`, torch's function that runs a backward, with these additions:
+
+    - Errors about sharded weights name these weights.
+    - With `inputs`, raise if a sharded parameter among them, whose unit waits for its backward, gets no gradient.
+    - Without `inputs`, and while `first_backwards` is not empty, first call `look_around`. It searches the graph for
+      parameters in no unit, and returns the new `first_backwards`.
+    - After a backward without an error, call `settle()`.
+    """
 
     @functools.wraps(run)
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,8 +11,8 @@
 
 The pool `weights` holds gathered weights, the pool `gradients` partial gradients.
 
-If the transport has tags, messages of different models never match, because each parameter group has a separate channel
-number. Without tags, all ranks must run the models in the same order.
+If the transport has tags (gloo with CPU tensors), messages of different models never match, because each parameter
+group has a separate channel number. Without tags, all ranks must run the models in the same order.
 """
 
 import weakref
@@ -57,11 +57,15 @@ class Channels:
         return _twins[group] if self.separate else group
 
     def separate_gathers(self, groups: Sequence[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
-        """Choose the communicators for gathers over `groups`, the model's process groups. `choice`: True: a second
-        communicator for each of `groups`. False: `groups` themselves. A list of process groups: as True, but
-        each one in the list is the second communicator of those `groups` that have the same ranks in the same order.
-        Collective unless `choice` is False. Raises ValueError if a process group in the list matches none of `groups`,
-        or if one of `groups` already has a different second communicator."""
+        """Choose the communicators for gathers over `groups`, the model's process groups. Collective unless `choice`
+        is False.
+
+        - `choice=False`: `groups` themselves.
+        - `choice=True`: a second communicator for each of `groups`.
+        - A list of process groups: these are the second communicators of those `groups` that have the same ranks in the
+          same order. The remaining `groups` get new ones. Raises ValueError if a process group in the list matches none
+          of `groups`, or if one of `groups` already has a different second communicator.
+        """
         self.separate = bool(choice)
         there = [dist.get_process_group_ranks(group) for group in groups]
         given = [] if isinstance(choice, bool) else [(dist.get_process_group_ranks(each), each) for each in choice]

@@ -1,9 +1,10 @@
 """Refuses combinations of sharded modules with torch's other data-parallel APIs that would not work.
 
-Both versions of torch's `replicate()` skip sharded children, because the composable registry lists them.
-`DistributedDataParallel` must be told to ignore sharded parameters. Otherwise it would broadcast and reduce shards that
-differ between ranks, or deadlock. `DataParallel` has no such option, and is always refused. A model can use torch's
-`fully_shard` or weft's, but not both. Optimizers take sharded parameters, not gathered ones.
+- Both versions of torch's `replicate()` skip sharded children, because the composable registry lists them.
+- `DistributedDataParallel` must be told to ignore sharded parameters. Otherwise it would broadcast and reduce shards
+  that differ between ranks, or deadlock. `DataParallel` has no such option, and is always refused.
+- A model can use torch's `fully_shard` or weft's, but not both.
+- Optimizers take sharded parameters, not gathered ones.
 """
 
 import functools

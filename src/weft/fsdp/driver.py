@@ -41,9 +41,12 @@ from weft.layout.trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class Hold:
-    """A holder of a unit's full weights. They stay in memory until all their holders release them. `computes`: whether
-    this holder computes with them; if so, other units cannot take their memory. `backward`: whether the holder is a
-    backward. `lasts`: whether a hold of one pass lasts over later passes, until the unit is resharded."""
+    """A holder of a unit's full weights. They stay in memory until all their holders release them.
+
+    - `computes`: whether this holder computes with them. If so, other units cannot take their memory.
+    - `backward`: whether the holder is a backward.
+    - `lasts`: whether a hold of one pass lasts over later passes, until the unit is resharded.
+    """
 
     name: str
     computes: bool = True

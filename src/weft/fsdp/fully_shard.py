@@ -47,24 +47,26 @@ def fully_shard(
     and in the same order on all ranks of the mesh.
 
     The module is changed in place and returned. Its class becomes a new subclass of its original class and of
-    `FSDPModule`. Its parameters become sharded `DTensor`s, which most optimizers of `torch.optim` accept. (Adafactor
-    accepts only parameters that are not cut.)
+    `FSDPModule`. Its parameters become sharded `DTensor`s.
 
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
         mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard); with `dp_mesh_dims`, a larger mesh.
-            Default: a 1-D mesh of all ranks on the device of the first parameter that is not ignored. A parameter
-            on "cpu" or "meta" gives a mesh on CUDA, or on CPU if CUDA is not available or the process group's backend
-            is gloo.
-            If there is no process group, this default creates it from the launcher's environment variables.
+            Default: a 1-D mesh of all ranks. If no process group exists, it is created from the launcher's environment
+            variables.
+
+            The default mesh has the device type of the first parameter that is not ignored. If this parameter is on
+            "cpu" or "meta", the mesh is on CUDA, or on CPU if CUDA is not available or the process group's backend is
+            gloo.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO 0 to 3) or `weft.Placements`. Default:
             "optim_grads_params", or "no_shard" if `dp_mesh_dims` names axes to replicate over but none to shard over.
         outer_strategy: the strategy over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
-        reshard_after_forward: whether to free the full weights after forward and gather them again for backward. None:
-            False for the root, whose backward follows immediately, and True for other units. An int n that divides the
-            size of the shard axis: after forward, weights are sharded over n adjacent ranks only, and backward gathers
-            them from these ranks. A smaller n takes more memory. If the n ranks are on one node, backward gathers
-            nothing from other nodes.
+        reshard_after_forward: what happens to the full weights after forward. Default: None.
+
+            - True: they are freed, and gathered again for backward. False: they stay until backward.
+            - None: False for the root, whose backward follows immediately, and True for other units.
+            - An int n that divides the size of the shard axis: each rank keeps 1/n of the weights, and backward gathers
+              them over n adjacent ranks. If these are on one node, backward gathers nothing from other nodes.
         shard_placement_fn: called with each parameter. Returns where the parameter may be cut. Default: None.
 
             - None or `Shard(0)`: between rows if this needs little padding, otherwise anywhere. A quantized weight that
@@ -153,9 +155,9 @@ def plan_of(model: nn.Module) -> Plan | None:
     """Return the plan of a step in which each pass repeats the last pass of its kind. Return None before the first pass
     has ended, and after a failed pass until another pass has ended.
 
-    `model`: the root, or any sharded module inside it. The plan is always for the whole model. `print(plan.table())`
-    shows the actions at each event. If all steps are equal, `plan.peak_bytes` equals the peaks that `memory_report`
-    measures. Raises TypeError if `model` is not a module, ValueError if `fully_shard` was not called on it.
+    `print(plan.table())` shows the actions at each event. If all steps are equal, `plan.peak_bytes` equals the peaks
+    that `memory_report` measures. `model`: the root, or any sharded module inside it; the plan is for the whole model.
+    Raises TypeError if `model` is not a module, ValueError if `fully_shard` was not called on it.
     """
     if not isinstance(model, FSDPModule):
         units_of(model)

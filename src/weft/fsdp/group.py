@@ -6,17 +6,17 @@ model_weight  always      parameter  compute  the input of gathers
 full          gathered    Replicate  compute  the weights that forward and backward read; registered during uses
 gradients                                     see `weft.fsdp.gradients.group`
 
-Without quantization: if model_weight and main_weight are sharded alike over several ranks, they are one buffer, which
-gathers cast and upload. In other cases, main_weight is in the memory of model_weight if their dtypes are equal and
-nothing is offloaded. If every rank keeps all weights, `full` is the same buffer as model_weight, and always lives.
+Without quantization, buffers may share memory. If model_weight and main_weight are sharded alike over several ranks,
+they are one buffer, which gathers cast and upload. Otherwise, main_weight is in the memory of model_weight if their
+dtypes are equal and nothing is offloaded. If every rank keeps all weights, `full` is model_weight, and always lives.
 
-With quantization: model_weight holds the bytes of the payload, and `full` is a separate buffer in every case. `copies`
-has two model weights if forward and backward use different payloads. With `compute="scaled"`, `full` is in float8. Main
-weights of frozen parameters may be freed between uses (`weft.quantize.payload_only`).
+With quantization, model_weight holds the bytes of the payload (the quantized weights), and `full` is always a separate
+buffer. `copies` has two model weights if forward and backward use different payloads. Main weights of frozen parameters
+may be freed between uses (`weft.quantize.payload_only`).
 
 Writes to a sharded parameter increment the version counter of the main weights, except writes that torch does not
-count, such as those through `.data` or `numpy()` of its local tensor. The counter shows whether gathered weights are up
-to date. Gathered copies have the version of the main weights (`weft.fsdp.autograd`).
+count, such as those through `.data`. The counter shows whether gathered weights are up to date: gathered copies get the
+version of the main weights (`weft.fsdp.autograd`).
 """
 
 import weakref
@@ -184,8 +184,8 @@ class ParameterGroup:
 
     @property
     def is_written(self) -> bool:
-        """If the model weights are not outdated, the same as `is_stale`. If they are outdated: whether the main weights
-        have changed since the ranks agreed on maxima for the next update. False if that update needs no maxima."""
+        """The same as `is_stale`, unless the model weights are outdated. Then: whether the main weights have changed
+        since the ranks agreed on the maxima for the next update; False if that update needs no maxima."""
         return self.payload.made_from(self.version) != self.version if self.is_outdated else self.is_stale
 
     def outdate(self, *, agreed: bool = False) -> None:

@@ -10,9 +10,9 @@
 A backward with `create_graph=True` records a graph, as a forward does. A second backward through this graph begins at
 the gradients of the call's inputs, and needs the weights until it reaches these inputs.
 
-A forward inside a backward is usually a recomputation by activation checkpointing. If the unit's own backward has
-begun, its weights are held, and the hooks only cast inputs and outputs. If that backward is still to come, the weights
-are kept for it. While a schedule drives the units, the hooks also only cast.
+A forward inside a backward is usually a recomputation by activation checkpointing. If the unit's own backward is still
+to come, the weights are kept for it. If it has begun, the weights are held already, and the hooks only cast inputs and
+outputs. The hooks also only cast while a schedule drives the units.
 """
 
 import weakref
@@ -290,8 +290,8 @@ class HookDriver:
 
 def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[], None]]:
     """Return the inputs with their differentiable tensors passed through `_EndOfBackward`, and a function to call after
-    the forward. Lists and dicts with such tensors are rebuilt. If the module has modified a rebuilt list or dict, the
-    function modifies the original in the same way."""
+    the forward. Lists and dicts with such tensors are rebuilt; the function copies the module's changes of them to the
+    originals."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         return (_mark(call, *args) if _can_be_marked(args[0]) else args), kwargs, _nothing
     tensors = [*filter(_can_be_marked, tensors_in((*args, *kwargs.values())))]

@@ -177,10 +177,11 @@ class FSDPModule:
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call `hook(reduced)` with the reduced gradients of this unit's backward before they are added to `.grad`.
 
-        `reduced`: this rank's part, 1-D, averaged, in the reduce dtype. On a 2-D mesh it is reduced over both axes. The
-        hook may change it in place. The hook runs on `stream`; None: on the stream of the reduction. On CPU, `stream`
-        has no effect. Parameters of different dtypes or meshes are reduced separately, with separate calls. Raises
-        TypeError if `hook` is not callable or `stream` is not a stream, ValueError if `stream` is given on a 2-D mesh.
+        `reduced`: this rank's part, 1-D, averaged (on a 2-D mesh, over both axes), in the reduce dtype. The hook may
+        change it in place. Parameters of different dtypes or meshes are reduced separately, with separate calls.
+
+        `stream`: the CUDA stream on which the hook runs. Default: the stream of the reduction. Raises TypeError if
+        `hook` is not callable or `stream` is not a stream, ValueError if `stream` is given on a 2-D mesh.
         """
         unit = unit_of(self)
         if not callable(hook):
@@ -203,9 +204,7 @@ class FSDPModule:
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Set whether parameters that no rank used get a gradient of zeros if the backward of their unit ran.
-
-        By default, they get no gradient. With `check_collectives=False`, they get zeros under both settings. A
-        parameter that any rank used is always reduced."""
+        By default, they get no gradient. With `check_collectives=False`, they get zeros under both settings."""
         gives_all = _switch("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in units_under(self, recurse):
             for group in unit.groups:
@@ -250,9 +249,10 @@ class FSDPModule:
         unit_of(self).unshard_in_backward = _switch("set_unshard_in_backward", unshard_in_backward)
 
     def reset_iter_state(self) -> None:
-        """Clean up the model after an exception in forward or backward. Without this call, the next pass cleans up. A
-        failed backward drops the gradients of all units and sets their `.grad` to None. A failed forward keeps `.grad`.
-        After a failed forward, this call drops gradients that are not reduced yet; the next pass would keep them."""
+        """Clean up the model after an exception in forward or backward. Without this call, the next pass cleans up.
+
+        After a failed backward, the gradients of all units are dropped, and `.grad` is None. After a failed forward,
+        `.grad` is kept. This call then drops gradients that are not reduced yet; the next pass would keep them."""
         runtime_of(self).reset()
 
 

@@ -1,7 +1,7 @@
 """One record per parameter: its name, position in the group, tensors and owners (the modules that register it).
 
-Functions that work on one parameter of a group take its record. A group keeps its records alive. Other code
-passes any tensor of the parameter to `record_of`, and must not keep the returned record alive.
+A group keeps its records alive. Other code passes any tensor of the parameter to `record_of`, and must not keep the
+returned record alive.
 """
 
 import weakref
@@ -24,9 +24,13 @@ from weft.memory.buffer import FlatBuffer
 
 @dataclass
 class Slot:
-    """The places where a parameter is registered. `name`: its name in the unit. `there`: the tensor registered now.
-    `owners`: the modules that register it, each with the name of its attribute. `observed`: whether an owner's class
-    defines `__setattr__`, as RNNs do."""
+    """The places where a parameter is registered.
+
+    - `name`: its name in the unit.
+    - `there`: the tensor registered now.
+    - `owners`: the modules that register it, each with the name of its attribute.
+    - `observed`: whether an owner's class defines `__setattr__`, as RNNs do.
+    """
 
     name: str
     there: nn.Parameter | None
@@ -54,9 +58,12 @@ class Slot:
 
 @dataclass(eq=False)
 class Unsharded:
-    """A parameter that is about to be sharded over `mesh`. `value`: the tensor with the parameter's values. It is
-    `original`, unless weft has filled another tensor in place of an `original` on the meta device. `cutting`: the
-    number of elements between possible cuts, and the dimension that is cut."""
+    """A parameter that is about to be sharded over `mesh`.
+
+    - `value`: the tensor with its values: `original`, or a tensor that weft has filled if `original` was on the meta
+      device.
+    - `cutting`: the number of elements between possible cuts, and the dimension that is cut.
+    """
 
     original: nn.Parameter
     value: nn.Parameter
@@ -80,9 +87,13 @@ class GradientState:
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """Parameter `number` of a group. `extent`: its position in the group's layout. `parallel`: its tensor-parallel
-    placement. `full`: the parameter that is registered while a computation or the user's `unshard()` holds the weights.
-    `sharded`: the parameter that is registered at all other times."""
+    """Parameter `number` of a group.
+
+    - `extent`: its position in the group's layout.
+    - `parallel`: its tensor-parallel placement.
+    - `full`: the parameter that is registered while a computation or the user's `unshard()` holds the weights.
+    - `sharded`: the parameter that is registered at all other times.
+    """
 
     number: int
     slot: Slot

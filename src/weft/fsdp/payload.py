@@ -1,10 +1,8 @@
 """The formats in which weights are gathered: main weights are converted to a payload, and payloads to full weights.
 
 `Plain` payloads have elements of the compute dtype. Payloads of `weft.quantize.payload` have one byte or half a byte
-per element. Code outside of these classes only moves or casts elements. `ParameterGroup.gather` and `refresh` (the
-update of model weights after a step) convert weights with `write` before sending. `serve` (a gather that only other
-ranks need) and `Bucket` (a message of several groups) send the stored weights, at most with a cast or an upload. `open`
-converts received payloads to full weights.
+per element. `write` converts main weights to a payload before they are sent, and `open` converts a received payload to
+full weights. Code outside of these classes only moves or casts elements.
 """
 
 import functools
@@ -65,7 +63,7 @@ class Plain:
 
 class PostForwardShard:
     """The shard that a rank keeps between forward and backward if `reshard_after_forward` is an integer n: 1/n of a
-    parameter group's gathered weights. `group`: the process group of n adjacent ranks that share them. With n = 2:
+    parameter group's gathered weights. `group`: the process group of the n adjacent ranks. With n = 2:
 
     ranks of the shard axis          0      1      2      3
     sharded                          a      b      c      d        a quarter each

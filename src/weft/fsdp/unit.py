@@ -1,9 +1,8 @@
 """A sharded unit. The table `TRANSITIONS` lists the states of its weights and the events that change the state.
 
-A transition that is not in the table raises an error that names the unit, its state and its holders. A holder is
-anything that needs the weights: a forward or backward call, a step of a schedule, the user's `unshard()`, or a use that
-is still to come, such as the backward after a forward. The pool may move a unit's weights to make room for another
-unit, but never ends a hold. A unit does not know its drivers.
+A holder is anything that needs the weights: a forward or backward call, a step of a schedule, the user's `unshard()`,
+or a use that is still to come, such as the backward after a forward. A transition that is not in the table raises an
+error that names the unit, its state and its holders.
 
 Full parameters are registered while a computation or the user's `unshard()` holds the weights. Otherwise the sharded
 parameters are registered, for optimizers, freezing and writes. They are also registered between a forward and its
@@ -226,8 +225,8 @@ class Unit:
         self._gather(self.groups)
 
     def choose_copy(self, backward: bool) -> None:
-        """If weights have a second copy for backward, choose the copy that is gathered from now on. `backward`: choose
-        the second one. If the weights are held, gather the chosen copy now."""
+        """Gather backward's copy of the weights from now on if `backward`, otherwise forward's. If the weights are
+        held, gather the chosen copy now. Does nothing if there is only one copy."""
         if not self.two_copies or self.backward == backward:
             return
         self.free()  # gathered ahead for the other direction
@@ -243,8 +242,8 @@ class Unit:
 
     def sync_versions(self) -> None:
         """Raise WeightsWritten if a write to gathered weights would be lost. Set version counters, so that autograd
-        raises an error for tensors that were saved before the latest write to the main weights. If a failed gather has
-        freed the weights, gather them again: now if they have a holder, otherwise at their next use."""
+        raises for tensors that were saved before the latest write to the main weights. After a failed gather, gather
+        again: now if the weights have a holder, otherwise at their next use."""
         if any(group.gathered_from == LOST for group in self._coming):
             self.renew() if self.holders else self.free()
         elif self.state in (State.HERE, State.HELD):

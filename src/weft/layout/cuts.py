@@ -23,9 +23,12 @@ from weft.layout.layout import dim_first
 
 @dataclass(frozen=True)
 class Cuts:
-    """The cuts of one tensor. Part r has elements `[borders[r], borders[r + 1])` in memory order. If there is one part,
-    it has all elements. `axes`: the mesh axes over which the parts are distributed, coarsest cuts first. `dim`:
-    the dimension that is cut and is first in memory. If `dim` is not 0, cuts are only between slices along `dim`."""
+    """The cuts of one tensor.
+
+    - `borders`: part r has elements `[borders[r], borders[r + 1])` in memory order.
+    - `axes`: the mesh axes over which the parts are distributed, coarsest cuts first.
+    - `dim`: the dimension that is cut and is first in memory. If it is not 0, cuts are only between slices along it.
+    """
 
     shape: tuple[int, ...]
     borders: tuple[int, ...]

@@ -13,10 +13,12 @@
 
     The unit or bundle (units gathered in one message) that ends a forward, and begins the backward, stays gathered.
 
-If a pass deviates from its trace, it gathers on demand from then on: predictions change speed, never results. Without a
-byte budget, a schedule gathers further ahead than other passes. A byte budget limits the total size of the units that
-are gathered ahead, each counted once. The runtime applies these rules to units, and `layout.walk` applies them to
-numbers of bytes.
+If a pass deviates from its trace, it gathers on demand from then on: predictions change speed, never results.
+
+Without a byte budget, a pass gathers one unit or bundle ahead, and a schedule two units. With a budget, both gather
+ahead as many units as fit into it, each counted once.
+
+The runtime applies these rules to units, and `layout.walk` applies them to numbers of bytes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -64,9 +66,14 @@ class Gathered(Protocol):
 
 @dataclass
 class _Pass:
-    """The state of a pass. `kind`: as in `Trace`. `expected`: the units that the trace expects to be used, in order.
-    `backwards`: for each of these uses, 1 if it needs backward's copy of the weights, otherwise 0. `wanted_at`: the
-    units to gather ahead, by two facts: the position in the trace, and whether the unit in use came with its bundle."""
+    """The state of a pass.
+
+    - `kind`: as in `Trace`.
+    - `expected`: the units that the trace expects to be used, in order.
+    - `backwards`: for each of these uses, 1 if it needs backward's copy of the weights, otherwise 0.
+    - `wanted_at`: the units to gather ahead. The key is the position in the trace, and whether the unit in use came
+      with its bundle.
+    """
 
     kind: str
     expected: tuple[int, ...] = ()
@@ -83,16 +90,20 @@ class _Pass:
 
 
 class GatherOrder:
-    """Starts gathers in the predicted order. `units`: by number. `bundles`: by unit number, the unit's bundle, if
-    any. A bundle's `gather(backward)` starts to gather those of its units that are not resident and have room.
-    `budget`: the most bytes to gather ahead. None: gather ahead the next unit or bundle (in a schedule, two units)."""
+    """Starts gathers in the predicted order.
+
+    - `units`: by number.
+    - `bundles`: by unit number, the unit's bundle, if any. A bundle's `gather(backward)` starts to gather those of its
+      units that are not resident and have room.
+    - `budget`: the most bytes to gather ahead, or None.
+    """
 
     def __init__(self, units: Sequence[Gathered], bundles: Mapping[int, Any], budget: int | None) -> None:
         self.traces: dict[str, Trace] = {}
         """The last trace of each kind of pass."""
         self.off_plan: dict[str, int] = {}
-        """For each kind of pass, how many passes used other units than their trace, or in another order. Passes that
-        only end early do not count. `Plan.off_plan` describes the keys."""
+        """For each kind of pass, how many passes used other units than their trace, or in another order; see
+        `Plan.off_plan`."""
         self.current = _Pass("forward")
         self._around: _Pass | None = None
         """The pass around the current backward: for example, a forward inside which a gradient is computed."""
@@ -175,9 +186,8 @@ class GatherOrder:
         self.current.events.append((what, unit, detail))
 
     def use(self, unit: Gathered, holder: Any, named: Iterable[Gathered] | None = None) -> None:
-        """Gather `unit`, and hold it for `holder`, which uses it now. Also start to gather units ahead: the units in
-        `named` or, if it is None, the units that the trace predicts. The gathers ahead start before the wait for the
-        gather of `unit`, so that the lanes (communication queues) have work during this wait."""
+        """Gather `unit`, and hold it for `holder`, which uses it now. Before the wait for this gather, start to gather
+        ahead the units in `named` or, if it is None, the units that the trace predicts."""
         here, number, backward = self.current, unit.number, holder.backward
         position, expected = here.position, here.expected
         here.events.append(("use", number, int(backward and unit.two_copies)))
@@ -258,8 +268,7 @@ class GatherOrder:
 
     def _behind(self, in_use: Collection[int], upcoming: Iterable[int]) -> Iterator[int]:
         """Yield the units to gather ahead while the units `in_use` are used. `upcoming`: the next units in the trace.
-        Further uses of `in_use` at the beginning of `upcoming` are skipped. With a budget, the first unit of a bundle
-        counts as the whole bundle, which comes with it."""
+        With a budget, the first unit of a bundle counts as the whole bundle, which comes with it."""
         spent, seen, counted = 0, set(), set[int]()
         following = dropwhile(in_use.__contains__, upcoming)
         alone = self.current.kind == "schedule"  # a schedule gathers each unit of a bundle alone
@@ -312,8 +321,8 @@ class GatherOrder:
         return wanted
 
     def _leave_plan(self) -> None:
-        """Stop following the trace. If an earlier pass has recorded the trace, count this in `off_plan`. In that case,
-        also free units that were gathered ahead and may never be used, except units of bundles."""
+        """Stop following the trace. If an earlier pass has recorded the trace, count this in `off_plan`, and free units
+        that were gathered ahead and may never be used, except units of bundles."""
         here = self.current
         here.on_plan = False
         if self._known(here.kind) is None:

@@ -95,12 +95,17 @@ def plan_layout(
     granularities: Sequence[int] | None = None,
     dims: Sequence[int] | None = None,
 ) -> Layout:
-    """Return a layout of tensors with these shapes, in this order, in `shards` equal shards. `itemsize`: bytes per
-    element in the smallest dtype that uses the layout. `granularities`: per tensor, cuts are only at multiples of this
-    number of elements (1: anywhere; the tensor's size: nowhere). `dims`: per tensor, the dimension that is stored first
-    and cut; default: 0. Coarser cuts are preferred while the padding is at most `PREFERENCE` of the data or
-    `ALIGNMENT_BYTES` per shard, whichever is more. Among equally coarse cuts, smaller shards are preferred. Only
-    `granularities` can force more padding. Raises ValueError if `shards` or a granularity is below 1."""
+    """Return a layout of tensors with these shapes, in this order, in `shards` equal shards.
+
+    - `itemsize`: bytes per element in the smallest dtype that uses the layout.
+    - `granularities`: per tensor, cuts are only at multiples of this number of elements (1: anywhere; the tensor's
+      size: nowhere).
+    - `dims`: per tensor, the dimension that is stored first and cut. Default: 0.
+
+    Coarser cuts are preferred while the padding is at most `PREFERENCE` of the data or `ALIGNMENT_BYTES` per shard,
+    whichever is more. Only `granularities` can force more padding. Among equally coarse cuts, smaller shards are
+    preferred. Raises ValueError if `shards` or a granularity is below 1.
+    """
     tensors = [Extent(tuple(shape), 0, 1, dim) for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True)]
     sizes = [tensor.numel for tensor in tensors]
     demanded = list(granularities) if granularities is not None else [1] * len(sizes)
@@ -210,10 +215,9 @@ def _place(
 
 
 def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) -> int | None:
-    """Return the first offset at or after `cursor` at which the tensor fits. A tensor fits if the distance from its
+    """Return the first offset at or after `cursor` at which the tensor fits, or None. It fits if the distance from its
     offset to every shard border inside it is a multiple of `step` elements. The offset, `cursor` and the borders are
-    multiples of `start`. Only the shard of `cursor` and the next one are tried, because all later borders are alike.
-    None: no offset fits."""
+    multiples of `start`. Only the shard of `cursor` and the next one are tried: all later borders are alike."""
     border = (cursor // shard_numel + 1) * shard_numel
     for first, end in ((cursor, border), (border, border + shard_numel)):
         if first + size <= end:

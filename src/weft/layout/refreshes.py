@@ -1,4 +1,7 @@
-"""The order in which a pass updates model weights that are kept separately from the main weights, once per step.
+"""The order in which a pass updates model weights from main weights.
+
+The optimizer updates main weights, and gathers read model weights. Model weights that are kept separately from the main
+weights are updated once per step:
 
     unit                 0         1         2         3        the units that the pass may use, by number
     gather or use of 0   update    update                       0, and the next: its transfer overlaps with computation
@@ -6,8 +9,7 @@
     end of the pass                                             the units left, whether they ran or not
 
 Ranks whose passes may use the same units update all of these units, in the same order, even if a rank runs only some
-of them. The optimizer updates main weights. Gathers read model weights. The runtime applies these rules to units,
-and `layout.walk` applies them to numbers of bytes.
+of them. The runtime applies these rules to units, and `layout.walk` applies them to numbers of bytes.
 """
 
 from abc import ABC, abstractmethod
@@ -46,8 +48,8 @@ class RefreshOrder(ABC):
 
     def update_to(self, unit: Any) -> None:
         """Update the units of `ahead` up to `unit`. If `unit` is outdated but not in `ahead`, because only another
-        rank's pass uses it, update it. Then, if the latest unit that was updated is `unit`, also update the
-        next unit of `ahead`, whose transfer overlaps with computation."""
+        rank's pass uses it, update it alone. Then, if the latest unit that was updated is `unit`, also update the next
+        unit of `ahead`, whose transfer overlaps with computation."""
         if unit in self.ahead:
             while self._next() is not unit:
                 pass

@@ -6,11 +6,11 @@
     block 2                    ===============                  bottom
     root             ===================================        below all of them
 
-A buffer has one offset for all its lifetimes, so its address stays the same under one plan. Two buffers overlap in the
-slab only if they are never live together. Buffers that are live together with all others are stacked. The rest is
-placed at the bottom and the top of the remaining space. This is optimal for layers of any sizes if they are used in
-order and one is gathered ahead: adjacent layers take opposite ends. If more layers are live together, a few orders and
-total heights are tried.
+A buffer has one offset for all its lifetimes, so its address stays the same under one plan.
+
+Buffers that are live together with all others are stacked. The rest is placed at the bottom and the top of the
+remaining space. This is optimal for layers of any sizes if they are used in order and one is gathered ahead: adjacent
+layers take opposite ends. If more layers are live together, a few orders and total heights are tried.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping

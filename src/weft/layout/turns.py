@@ -13,9 +13,11 @@ A rank that follows the order starts each reduction at the end of the unit's bac
 are reduced at the end of the pass, after the ranks have exchanged which units are ready.
 
 Small units that are adjacent in the order form one turn: they share a message, which starts when the last of them is
-ready. Order and sizes are the same on all ranks, so the turns are the same too. If messages have no tags, and
-units are gathered for each use, all ranks must run these units in the same order anyway. A turn of such units starts as
-soon as all of them are ready, without regard to the agreed order. If none of them runs, the turn is left out.
+ready. Order and sizes are the same on all ranks, so the turns are the same too.
+
+Some units need not wait for their turn in the order. If messages have no tags (as over NCCL), and units are gathered
+for each use, all ranks must run these units in the same order anyway. A turn of such units starts as soon as all of
+them are ready. If none of them runs, the turn is left out.
 
 The runtime applies these rules to gradients, and `layout.walk` applies them to numbers of bytes.
 """
@@ -60,8 +62,11 @@ def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
 
 class ReductionOrder(ABC):
     """Decides the order of reductions. Subclasses carry them out, or only count bytes. Units are given by number.
-    `units`: how many there are. `most_alive`: the number of units whose gradients may be live at once. The units of one
-    turn count as one. `bucket_bytes`: the largest size of a turn of several units."""
+
+    - `units`: the number of units.
+    - `most_alive`: the number of units whose gradients may be live at once. The units of one turn count as one.
+    - `bucket_bytes`: the largest size of a turn of several units.
+    """
 
     def __init__(self, units: int, most_alive: int, bucket_bytes: int) -> None:
         self.order = tuple(reversed(range(units)))
@@ -69,8 +74,8 @@ class ReductionOrder(ABC):
         self.most_alive = most_alive
         self.bucket_bytes = bucket_bytes
         self.waits_for_room = True
-        """Whether `most_alive` is enforced. False without streams in a backward that may include other models: there, a
-        wait for room could deadlock with another rank, which waits for this one in another model."""
+        """Whether `most_alive` is enforced. False without streams in a backward that may include other models, where a
+        wait for room could deadlock."""
         self.ready_order: list[int] = []
         """Of the units that need a turn (`waits_for_turn`), those that were ready in this backward, in order."""
         self.waiting: set[int] = set()
@@ -113,7 +118,7 @@ class ReductionOrder(ABC):
     @abstractmethod
     def waits_for_turn(self, unit: int) -> bool:
         """Return whether reductions of `unit` wait for their turn in the agreed order. False: a turn starts as soon as
-        the gradients of all its units are ready, because all ranks must run such units in the same order anyway."""
+        the gradients of all its units are ready."""
 
     @abstractmethod
     def finish_group(self, unit: int, group: Any, under_way: Any) -> None:
@@ -143,9 +148,9 @@ class ReductionOrder(ABC):
         self.order = tuple(self.ready_order) or self.order
 
     def ready(self, unit: int) -> bool:
-        """Pack the gradients of `unit`, which are ready. Start each turn that is due now. A turn is due when all its
-        units are ready and it is next in the order. If its units need not wait (`waits_for_turn`), the order does not
-        matter. Return whether there is an agreed order and `unit` needs a turn in it."""
+        """Pack the gradients of `unit`, which are ready, and start each turn that is due: all its units are ready, and
+        it is next in the order (unless its units need not wait: `waits_for_turn`). Return whether there is an agreed
+        order and `unit` needs a turn in it."""
         if self._turns is None or not self.waits_for_turn(unit):
             turn = next((each for each in self._turns or () if unit in each), (unit,))
             if len(turn) > 1:
@@ -179,7 +184,7 @@ class ReductionOrder(ABC):
 
     def complete(self) -> None:
         """Start the remaining turns at the end of a backward. Units without gradients on this rank send zeros. A turn
-        whose units need not wait for it (`waits_for_turn`) is left out if none of them is ready."""
+        whose units need not wait (`waits_for_turn`) is left out if none of them is ready."""
         while self._turns:
             turn = self._turns[0]
             if self.waits_for_turn(turn[0]) or not self.waiting.isdisjoint(turn):
@@ -193,10 +198,9 @@ class ReductionOrder(ABC):
             self._take((unit,))
 
     def make_room(self, unit: int, group: Any, *, defer: bool) -> None:
-        """Wait until gradients of the group may be packed. First wait for the group's own reduction. Then wait until
-        gradients of at most `most_alive` units are live, including those of this unit. The second wait is left out with
-        `defer`: a later backward reduces the gradients. This unit counts as two if its gradients are copied from
-        autograd's memory to a new buffer, because original and copy are then live together."""
+        """Wait until gradients of the group may be packed. First wait for the group's own reduction. Then, unless a
+        later backward reduces the gradients (`defer`), wait until at most `most_alive` units have live gradients,
+        including this one. It counts as two if its gradients are copied from autograd's memory to a new buffer."""
         self._finish_own(unit, group)
         if not defer:
             own = 1 if self.has_buffer(unit, group) else 2

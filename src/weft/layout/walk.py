@@ -1,8 +1,7 @@
 """Computes plans by simulating the engine: the memory that it allocates and frees at each event of a step.
 
 The simulation applies the rules of the engine (`layout.gathers`, `layout.refreshes`, `layout.turns`) to units that are
-only numbers of bytes, without a process group, a tensor or a device. At the end of a pass it starts the remaining
-reductions, finishes all reductions, and frees all weights that are not kept for a later pass.
+only numbers of bytes, without a process group, a tensor or a device.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

@@ -126,10 +126,14 @@ class FlatBuffer:
         prepare: Callable[[], Any] | None = None,
         after: Ticket | None = None,
     ) -> Ticket | None:
-        """Start to fill this buffer with the ranks' parts. `inner`: the placements of these parts. There is one
-        all-gather for each axis that `inner` shards and this buffer does not, finest cuts first. `through`: returns the
-        communicator for an axis' group. `after`: the ticket for which the first gather waits. `prepare`: fills this
-        rank's part before the first gather. Returns the last ticket, or None if nothing is gathered."""
+        """Start to fill this buffer with the ranks' parts, whose placements are `inner`. There is one all-gather for
+        each axis that `inner` shards and this buffer does not, finest cuts first. Return the last ticket, or None if
+        nothing is gathered.
+
+        - `through`: returns the communicator for an axis' group.
+        - `after`: the ticket for which the first gather waits.
+        - `prepare`: fills this rank's part before the first gather.
+        """
         ticket = None
         axes = sharded_axes(inner)
         while axes != self.axes:

@@ -8,14 +8,15 @@
 A step is a forward with its backward, an evaluation, or a schedule.
 
 Autograd saves views of gathered weights. These views must be valid again in the backward, so a buffer has one fixed
-place in the slab. A buffer with separate memory keeps one storage, which is resized to 0 and back. If a step uses
-buffers in a new way (a pass in another order, a block used twice), a buffer without a free place takes separate memory.
-This counts as a fallback and leads to a new plan after the step. A plan covers all steps so far. If such a plan would
-take more than `PATIENCE` times the peak of live bytes, the new plan covers only the last step.
+place in the slab. A buffer with separate memory keeps one storage, which is resized to 0 and back.
 
-A buffer that must return to its place may find another buffer there. This happens only in unforeseen cases, for example
-if a user unshards all layers between a forward and its backward. If no computation uses the other buffer, its values
-move out into separate memory, and move back when they are needed at their address:
+If a step uses buffers in a new way (a pass in another order, a block used twice), a buffer without a free place takes
+separate memory. This counts as a fallback and leads to a new plan after the step. A plan covers all steps so far or, if
+it would then take more than `PATIENCE` times the peak of live bytes, only the last step.
+
+A buffer that must return to its place may find another buffer there, for example if a user unshards all layers between
+a forward and its backward. If no computation uses the other buffer, its values move out into separate memory, and move
+back when they are needed at their address:
 
     take(one)       the place is free, or the buffer in it `is_evictable` and moves out
     come_back(one)  the buffer that is now in its place moves out in turn
@@ -208,8 +209,7 @@ class Pool:
     def end_step(self, foreseen: Iterable[Sequence[Transient]] = (), *, learns: bool = False) -> None:
         """End a step. If the pool is `outdated`, make a new plan, unless views of a buffer are in use (`is_fixed`).
         Does nothing while a buffer is alive. `foreseen`: sets of buffers that may be alive together in later steps.
-        `learns`: whether the steps that the first plan covers may have taken more memory than later steps will. In that
-        case, a step that takes much less memory than the first plan leads to a new plan, for this step alone."""
+        `learns`: if this step took much less memory than the first plan, make a new plan for this step alone."""
         if not self.planned or self._alive:
             return
         step, self._step = self._step, self._step + 1
@@ -244,8 +244,8 @@ class Pool:
             self._adopt(self._planned())
 
     def drop_plan(self) -> None:
-        """Let each buffer have its own memory until the end of this step, which makes a new plan. For a step that will
-        hold more buffers at once than all before it. Buffers that are alive keep their places."""
+        """Before a step that will hold more buffers at once than all before it: let each buffer have its own memory
+        until the end of the step, which makes a new plan. Buffers that are alive keep their places."""
         if self.plan is not None:
             self._places = {each: self._places[each] for each in self._alive if each in self._places}
             self.outdated, self._changed = True, self._step

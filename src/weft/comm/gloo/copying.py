@@ -1,7 +1,7 @@
 """The transport over gloo for tensors that are not in CPU memory. Copies of them are exchanged in CPU memory.
 
-Each collective makes the host wait for the current stream, and then for the exchange. This transport therefore hides no
-communication. It lets several ranks share one GPU, for instance in tests. NCCL does not allow that.
+It lets several ranks share one GPU, for instance in tests, which NCCL does not allow. Each collective makes the host
+wait for the current stream, and then for the exchange, so no communication is hidden.
 """
 
 from collections.abc import Callable

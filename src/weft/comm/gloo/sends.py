@@ -41,10 +41,9 @@ def peers(rank: int, size: int) -> list[int]:
 
 
 def end_transfers(group: Any) -> None:
-    """Abort all transfers over a gloo `group`, on all its ranks. The group cannot be used afterwards. To abort, this
-    function starts a receive that times out: gloo then closes the connections. For other backends, this function does
-    nothing. With streams, no abort is needed, because `Ticket.synchronize` checks during a wait whether the hang
-    detector has found a deadlock."""
+    """Abort all transfers over a gloo `group`, on all its ranks, by a receive that times out: gloo then closes the
+    connections. The group cannot be used afterwards. Does nothing for other backends. With streams, no abort is
+    needed: `Ticket.synchronize` checks during a wait whether the hang detector has found a deadlock."""
     peer = (group.rank() + 1) % group.size()
     try:
         if group._get_backend(torch.device("cpu")).name() == "gloo":

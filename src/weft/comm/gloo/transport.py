@@ -130,7 +130,7 @@ class Gloo:
                        second round: each rank sends its sum to all others, in the dtype of `partial`
 
         All messages of a round overlap, in both directions. The second round starts as soon as the first has ended on
-        this rank. On a lane, a thread starts it, during the computation.
+        this rank.
         """
         rank, size = dist.get_rank(group), group.size()
         if size == 2:

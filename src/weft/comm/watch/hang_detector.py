@@ -8,11 +8,11 @@ what it has issued. From these states `rules` decides which ranks are stuck. For
     no rank can join                                               CollectiveMismatch on every rank that waits in weft
 
 A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds stuck ranks asks all
-ranks to publish again, and uses only the answers. A rank whose answer is unchanged has waited all the time.
+ranks to publish again, and uses only the answers.
 
-Without long waits, the detector costs a few assignments and a lock per wait, and a check every tenth of a second. A
-rank that has joined one collective will probably join more, one for each further unit that it skips. Therefore ranks
-that wait check more often during the `HASTE_S` seconds after a rank has joined a collective.
+Without long waits, the detector costs a few assignments and a lock per wait, and a check every tenth of a second. Ranks
+that wait check more often during the `HASTE_S` seconds after a rank has joined a collective, because it will probably
+join more: one for each further unit that it skips.
 """
 
 import atexit
@@ -131,8 +131,8 @@ class HangDetector:
 
     def can_join(self, owner: Any, key: str, join: Join) -> None:
         """Register `join`, a function that joins a collective of `key` without using the result. The detector's thread
-        calls `join` while this rank waits and other ranks wait for a collective of `key` that this rank has not issued.
-        Freeing `owner` removes `join`, which must not keep `owner` alive."""
+        calls it while this rank waits and others wait for a collective of `key` that this rank has not issued. Freeing
+        `owner` removes `join`, which must not keep `owner` alive."""
         with self._lock:
             self._joinable.setdefault(owner, {})[key] = join
 
@@ -147,9 +147,8 @@ class HangDetector:
         self._failed = ""
 
     def fail(self, what: str) -> None:
-        """Publish `what`, the exception that ended a pass of this rank. If this process then exits, waits of other
-        ranks fail. These ranks must find the reason, so `what` is published immediately. Further calls do nothing until
-        `begin_pass`."""
+        """Publish `what`, the exception that ended a pass of this rank, immediately: if this process then exits, other
+        ranks need the reason. Further calls do nothing until `begin_pass`."""
         if self._failed:
             return
         self._failed = what

@@ -13,8 +13,7 @@
     has exited                             that it exited, why   never                  always
 
 An exception on one rank does not raise an error on other ranks by itself. It appears in the error of a rank that waits
-for a collective that the failed rank never began. A rank that has caught an exception, and then waits or begins another
-pass, is treated like any other.
+for a collective that the failed rank never began.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +38,7 @@ def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatc
 
 class Issued(dict[str, int]):
     """How many collectives of each key (see `Call`) this rank has issued. `off`: the (key, number) of each collective
-    that is issued but has not begun, because it is queued after another one."""
+    that has not begun yet, because it is queued after another one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -197,8 +197,8 @@ def _checked_ignored(parameters: Any) -> set[nn.Parameter]:
 
 def _default_mesh(modules: list[nn.Module], ignored: set[nn.Parameter]) -> DeviceMesh:
     """Return a mesh of all ranks on the device of the first parameter that is not `ignored`. If this parameter is on
-    CPU or meta, or does not exist, use CUDA if possible. In a program that torchrun started, create the process group
-    if it does not exist, as FSDP2 does."""
+    CPU or meta, or does not exist, use CUDA if possible. Under torchrun, create the process group if it does not
+    exist."""
     if not dist.is_initialized():
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise ValueError(

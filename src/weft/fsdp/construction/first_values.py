@@ -3,17 +3,15 @@ tensors of a unit exist only while `fully_shard` shards it.
 
 A module with parameters or buffers on the meta device gets memory, which its `reset_parameters()` fills. Children
 are filled first, as in constructors. Units that are sharded in the order of the model's construction therefore draw the
-same random numbers as on a real device. All ranks of a mesh take the values of its first rank, even if their random
-generators differ.
+same random numbers as on a real device. All ranks of a mesh take the values of its first rank.
 
 Tensors on a real device, such as weights that were loaded with `assign=True`, keep their values: `reset_parameters()`
-sees copies of them. New memory holds a recognizable pattern (`weft.memory.blank`), so that weft can raise an error
-if memory is left unfilled.
+sees copies of them.
 
 If a module has no `reset_parameters()`, its parameters are sharded unfilled, and its buffers stay on the meta device.
-The model's `init_weights()` or a state dict fills the shards later. `model.to_empty(device=...)` allocates only
-buffers and ignored parameters. The first pass raises an error if a parameter is still unfilled or a buffer is still on
-the meta device.
+The model's `init_weights()` or a state dict fills the shards later, and `model.to_empty(device=...)` allocates the
+buffers. The first pass raises an error if a parameter is still unfilled or a buffer is still on the meta device. New
+memory holds a recognizable pattern (`weft.memory.blank`), which shows whether it was filled.
 
 A tied parameter is filled once, by the first module that can fill it. A tensor-parallel parameter is filled as a whole,
 as in a single process, and each rank keeps its slice. A module that can fill slices, such as experts, sets
@@ -43,10 +41,13 @@ def materialize(
     groups: Iterable[dist.ProcessGroup],
 ) -> dict[nn.Parameter, Any]:
     """Replace the meta tensors of `modules` with tensors on `device`, and fill these with `reset_parameters()`. The
-    tensors of modules without this method stay on meta. All ranks take the values of the mesh's first rank. `modules`:
-    each with the prefix of its parameters' names. `slots`: parameters with the places where they are registered.
-    `groups`: the process groups of the mesh axes. Returns a dict from replaced to filled parameters. Raises ValueError
-    if `reset_parameters()` leaves a tensor unfilled."""
+    tensors of modules without this method stay on meta. Return a dict from replaced to filled parameters. Raises
+    ValueError if `reset_parameters()` leaves a tensor unfilled.
+
+    - `modules`: each with the prefix of its parameters' names.
+    - `slots`: parameters with the places where they are registered.
+    - `groups`: the process groups of the mesh axes. All ranks take the values of the mesh's first rank.
+    """
     order = _children_first(modules)
     places: list[tuple[nn.Module, dict[str, Any], str, torch.Tensor]] = [
         *(_filled_in(parameter, slot, order) for parameter, slot in slots.items() if parameter.is_meta),

@@ -1,8 +1,7 @@
 """The parameters that one `fully_shard` call shards. Those of nested units and ignored ones are not among them.
 
 Parameters with equal mesh, dtypes, quantization and `requires_grad` form one group. A tied parameter that already
-belongs to another unit stays in that unit. That unit then also registers the parameter's tensors in the modules of this
-call.
+belongs to another unit stays in that unit, which then also registers its tensors in the modules of this call.
 """
 
 from typing import Any
@@ -201,8 +200,8 @@ def _refuse_shared_memory(owners: dict[nn.Module, str], found: dict[nn.Parameter
 
 
 def _span(tensor: torch.Tensor) -> tuple[str, int, int] | None:
-    """Return the device, the start and the end address of `tensor`. Return None if it has no memory (meta, empty or
-    freed), is not strided, is of a subclass, or has gaps between its elements in which other tensors may lie."""
+    """Return the device, the start and the end address of `tensor`, or None if it is not a plain dense tensor with
+    memory. (In gaps between elements, other tensors may lie.)"""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
     if tensor.layout is not torch.strided:

@@ -3,14 +3,13 @@ tensor-parallel ranks.
 
 A custom backward may write its product to a given tensor (`torch.addmm(out=)`, a fused kernel). This avoids a copy of
 the gradient and, with a wider `reduce_dtype`, rounding to the compute dtype. The backward calls `weight_gradient`, and
-returns None as the weight's gradient. The forward keeps the weight as an attribute of `ctx`. With
-`save_for_backward`, the backward would get a copy under an activation checkpoint.
+returns None as the weight's gradient. The forward keeps the weight as an attribute of `ctx`, not with
+`save_for_backward`: under an activation checkpoint, the backward would get a copy.
 
-Megatron's convention works too: a module sets `weight.grad_added_to_main_grad = False` on its parameter before
+Megatron's convention works too. A module sets `weight.grad_added_to_main_grad = False` on its parameter before
 `fully_shard`. In backward it adds to `weight.main_grad` and sets `weight.grad_added_to_main_grad = True`. weft then
-ignores autograd's gradient of the weight. A module that returns zeros to autograd can also set
-`weight.zero_out_wgrad = True`. In this case, autograd's gradient has only the gradients of the weight's other uses, and
-weft adds it.
+ignores autograd's gradient of the weight, unless `weight.zero_out_wgrad = True`: the module then returns zeros to
+autograd, and weft adds autograd's gradient, which comes from the weight's other uses.
 
 `whole` is for weights that are replicated over tensor-parallel ranks, each of which computes a partial gradient:
 
@@ -63,15 +62,18 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     """Return the buffer to which a custom backward writes the gradient of `parameter`, and whether to add to it.
 
     If the second value is False, overwrite the whole buffer, which is uninitialized. If it is True, add to the buffer.
-    The buffer has the parameter's shape or, with tensor parallelism, the shape of this rank's slice. Its dtype is
-    `reduce_dtype`, except in two cases, in which it is `main_grads_dtype`. The first: gradients of several backwards
-    accumulate before they are reduced. The second: `reduce_dtype` has a smaller range than the computation's dtype.
-    (The range of bfloat16 is slightly smaller than that of float32.) Call this function once before each write. You may
-    call it until the reduction of the unit's gradients starts, usually at the end of the unit's backward. Return None
-    to autograd as the gradient of the parameter. Gradients from other uses of the parameter are added to the buffer.
+    Return None to autograd as the gradient of the parameter. Gradients from other uses of the parameter are added to
+    the buffer.
 
-    `parameter`: the full parameter that forward used, or its sharded parameter. For a parameter that is in no unit, the
-    buffer is its `.grad`. Raises ValueError for a frozen parameter.
+    Call this function once before each write, before the reduction of the unit's gradients starts, which is usually at
+    the end of the unit's backward.
+
+    The buffer has the parameter's shape or, with tensor parallelism, the shape of this rank's slice. Its dtype is
+    `main_grads_dtype` if gradients of several backwards accumulate before they are reduced, or if `reduce_dtype` has a
+    smaller range than the computation's dtype (as bfloat16 has, slightly, than float32). Otherwise, it is
+    `reduce_dtype`. For a parameter that is in no unit, the buffer is its `.grad`.
+
+    `parameter`: the full parameter that forward used, or its sharded parameter. Raises ValueError for a frozen one.
     """
     parameter = original_of(parameter)
     if not parameter.requires_grad:

@@ -142,8 +142,8 @@ class GroupGradients:
 
     def pack(self, pool: Pool, *, defer: bool) -> None:
         """Move autograd's gradients of the full parameters into a flat buffer, where they are added to earlier ones.
-        `defer`: the reduction starts later. More gradients may be added before it starts, so the buffer gets the dtype
-        of the main gradients."""
+        `defer`: more gradients may be added before the reduction, so the buffer gets the dtype of the main
+        gradients."""
         self._open(pool, defer=defer)
         if not all(map(_is_filled, self._parameters)) and (padding := self._stages[0].padding):
             torch._foreach_zero_(padding)
@@ -196,10 +196,10 @@ class GroupGradients:
     # --- reducing -----------------------------------------------------------------------------------------------------
 
     def reduce(self, channels: Channels, scale: float, *, channel: int, finishes: bool) -> Ticket:
-        """Start to reduce the packed gradients, over one mesh axis after another, into the main gradients. `scale`: the
-        factor of the sum. `channel`: the channel number of the messages (`weft.comm.groups`). `finishes=False`: on a
-        2-D mesh, reduce only over the shard axis, and leave the outer axis to a later backward. Returns the ticket of
-        the last reduction or, with CPU offload, of the download that follows."""
+        """Start to reduce the packed gradients, over one mesh axis after another, into the main gradients. Return the
+        ticket of the last reduction or, with CPU offload, of the download that follows. `scale`: the factor of the sum.
+        `channel`: the channel number of the messages (`weft.comm.groups`). `finishes=False`: on a 2-D mesh, leave the
+        outer axis to a later backward."""
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = finishes or len(self._stages) == 1
         ticket: Ticket | None = None

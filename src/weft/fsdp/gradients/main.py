@@ -1,9 +1,10 @@
 """The main gradients of one parameter group: the reduced gradients, which are `.grad` of its sharded parameters.
 
 After `publish`, main gradients belong to the user. A further backward adds its gradients to them, as torch adds to a
-`.grad` that is set. During reductions they belong to the engine, and the published `.grad` is None. If other code sets
-another `.grad` before or during the reductions, for example the gradient of a penalty, `publish` adds it. After `.grad`
-was cleared, the published memory is reused only if no other code refers to it.
+`.grad` that is set. After `.grad` was cleared, the published memory is reused only if no other code refers to it.
+
+During reductions they belong to the engine, and the published `.grad` is None. If other code sets another `.grad`
+before or during the reductions, for example the gradient of a penalty, `publish` adds it.
 """
 
 import sys
@@ -55,10 +56,13 @@ class MainGradients:
 
     def _exclusive(self, kept: Sequence[ShardedParameter], *, renewed: bool) -> FlatBuffer:
         """Return the buffer. The gradients of `kept` parameters keep their values. If `kept` is not empty, the other
-        gradients become zeros. `renewed`: a backward, or gradients of other code, will be written to the buffer. To
-        leave tensors of other code unchanged, the buffer moves to new memory in two cases. The first: other code holds
-        published tensors that are no longer `.grad`. The second: with `renewed`, other code has views of published
-        gradients, and not all parameters are `kept`."""
+        gradients become zeros. `renewed`: a backward, or gradients of other code, will be written to the buffer.
+
+        To leave tensors of other code unchanged, the buffer moves to new memory if
+
+        - other code holds published tensors that are no longer `.grad`, or
+        - with `renewed`, other code has views of published gradients, and not all parameters are `kept`.
+        """
         old = self.buffer
         stays = set(kept)  # usually all or none
         dropped = [each for each in self._parameters if each not in stays] if kept else self._parameters

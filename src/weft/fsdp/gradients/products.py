@@ -7,8 +7,10 @@ product          operands                                                `beside
 `ScaledLinear`   as `Linear`                                             a bias          quantized (`Scaled`)
 `ScaledGrouped`  as `Grouped`                                            ends of groups  quantized
 
-The weight gradients of all four are computed from operands that are not quantized. With `compute="scaled"`, modules see
-quantized full weights: float8 parameters. They are views of the codes in a group's full weights, one byte per element:
+The weight gradients of all four are computed from operands that are not quantized.
+
+With `compute="scaled"`, modules see quantized full weights: float8 parameters. They are views of the codes in a group's
+full weights, one byte per element:
 
     | codes of all weights, in the order of the layout | scales of blocks | transposed codes, if the recipe keeps them |
 
@@ -112,8 +114,8 @@ SCALED: dict[Any, Any] = {Linear: ScaledLinear, Grouped: ScaledGrouped}
 
 class Product(torch.autograd.Function):
     """A matrix product of the class `kind`, from `KINDS` or `SCALED`. `queue`: a list to which backward appends a
-    function that computes the weight gradient. None: backward computes it immediately. `beside`: the third operand
-    (see the table at the top of this file)."""
+    function that computes the weight gradient, or None: backward computes it. `beside`: the third operand (see the
+    table at the top of this file)."""
 
     @staticmethod
     def forward(
@@ -153,9 +155,8 @@ def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Ten
 
 def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantization]:
     """Return a full weight's payload, scales and recipe, for a product in forward or in `backward`. If forward and
-    backward use different copies of the weight, and the wrong one is in memory, gather the other one. This happens,
-    for example, when a module is recomputed inside its unit's backward. Raises WeightsGone if the memory
-    of the weight was freed."""
+    backward use different copies of the weight, and the wrong one is in memory, as in a recomputation, gather the other
+    one. Raises WeightsGone if the memory of the weight was freed."""
     codes = weight.detach()
     record = record_of(parameter_of(weight))
     assert record is not None, "a quantized weight outlived its model"

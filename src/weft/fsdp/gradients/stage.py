@@ -80,9 +80,12 @@ class GradientStage:
         **options: Any,
     ) -> Ticket:
         """Start to reduce the buffer over the ranks of the stage's axis. Write the sum times `scale` to `output`; with
-        `accumulate=True`, add it. Wait for the returned ticket, then call `close`. `sum_only`: the backend must not
-        average. `hook`: called with the reduced tensor, in the reduce dtype, before it is written or added; the hook
-        may modify it. `options`: `accumulate`, `channel` and `after`, for the collective and the lane."""
+        `accumulate=True`, add it. Wait for the returned ticket, then call `close`.
+
+        - `sum_only`: the backend must not average.
+        - `hook`: called with the reduced tensor, in the reduce dtype, before it is written or added; may modify it.
+        - `options`: `accumulate`, `channel` and `after`, for the collective and the lane.
+        """
         assert self.buffer is not None, "open first"
         prepare, wide = None, self.buffer.local
         if wide.dtype != self._plan.recipe.reduce:

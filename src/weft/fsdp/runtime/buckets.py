@@ -14,9 +14,10 @@ Larger units, and units whose weights cannot share a message (`ParameterGroup.fi
     a unit of A again           that unit alone: its memory was freed after the first use
     nothing, but others need A  A, if `weft.fsdp.runtime.helper` can join it, and drops the result
 
-The buckets depend only on the model, its options and the transport. They are the same on all ranks, even if the ranks
-run different units: ranks that need different units of a bucket send the same message. Units are gathered one by one in
-a schedule, and in a use for which the user has named the units to prefetch.
+The buckets depend only on the model, its options and the transport, so they are the same on all ranks. Ranks that need
+different units of a bucket send the same message.
+
+Units are gathered one by one in a schedule, and in a use for which the user has named the units to prefetch.
 """
 
 from collections.abc import Sequence
@@ -82,9 +83,8 @@ class Bucket:
             unit.tickets.append(ticket)
 
     def serve(self, copy: int) -> Ticket:
-        """Take part in a gather that only other ranks need, and discard the result. `copy`: 1 for backward's copy of
-        the weights, otherwise 0. Also send the units that this rank has gathered already, because other ranks may
-        need them."""
+        """Take part in a gather that only other ranks need, and discard the result. All units are sent, also those that
+        this rank has gathered already. `copy`: 1 for backward's copy of the weights, otherwise 0."""
         with torch.no_grad():
             sources = self._sources(copy)
         return self._start([None] * len(sources), sources, copy)
@@ -115,9 +115,9 @@ class Bucket:
 def bundle_bytes(units: Sequence[Unit]) -> int:
     """Return the default maximum size of a bucket in bytes: one to four times the transport's `latency * bandwidth`.
 
-    A message of `latency * bandwidth` bytes spends half of its time on latency, and a message of four times that size
-    spends a fifth of its time. Within this range, the size is an eighth of the model, because the first message of a
-    pass overlaps with no computation and must not be most of the model.
+    A message of `latency * bandwidth` bytes spends half of its time on latency, and one of four times that size a
+    fifth. Within this range, the size is an eighth of the model, because the first message of a pass overlaps with no
+    computation.
     """
     transports = [transport_of(group.groups[-1], group.device) for unit in units for group in unit.groups]
     least = min((each.capabilities.bundle_bytes for each in transports), default=0)

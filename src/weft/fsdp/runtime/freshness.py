@@ -98,8 +98,8 @@ def _word_of(group: ParameterGroup) -> int:
 
 def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:
     """For each matrix that is quantized with one scale, all-reduce its largest magnitude over the ranks that have parts
-    of the matrix. Each process group sends one message. Collective if any of `groups` has such matrices. Call it after
-    weights have changed, before they are quantized."""
+    of the matrix. Collective if any of `groups` has such matrices. Call it after weights have changed, before they are
+    quantized."""
     found: list[tuple[torch.Tensor, dist.ProcessGroup]] = []
     with torch.no_grad():
         for group in groups:

@@ -24,8 +24,8 @@ Part = Callable[[], Ticket]
 
 
 class Steps:
-    """Counts this rank's optimizer steps. A backward that is the last before a step announces the step. Writes to main
-    weights after that backward show that the step has happened.
+    """Counts this rank's optimizer steps. The last backward of a step announces the optimizer's step. A later write to
+    main weights shows that it has happened.
 
         rank 0   ... the last backward ends | step | forward: waits for the shard of rank 1
         rank 1   ... the last backward still waits for other ranks, or rank 1 clips gradients
@@ -132,10 +132,9 @@ class GatherHelper:
         return self._steps.reached(issued) and self.serve(unit, part)
 
     def serve(self, unit: Unit | None, part: Part | None) -> bool:
-        """Join communication for which other ranks wait, although this rank's pass does not need it. First, update the
-        model weights of `unit` (the input of its gathers) if they are out of date. The update may need a gather. Then
-        call `part`, which joins a gather. Either argument may be None. Return whether there was anything to do. The
-        hang detector calls this function while this rank waits."""
+        """Join communication for which other ranks wait, although this rank's pass does not need it. First update the
+        model weights of `unit` if they are out of date, then call `part`, which joins a gather. Either argument may be
+        None. Return whether there was anything to do. The hang detector calls this function while this rank waits."""
         was_due = False
         if unit is not None:
             if self._watched_by is not None:

@@ -1,15 +1,17 @@
 """Finds trainable parameters that belong to no unit: weft would not reduce their gradients.
 
 Parameters under a root are checked at the beginning of each forward pass and schedule (`Inventory`). The first check
-walks through all modules. Later checks compare object identities with those of the last walk, without a Python call per
-module, and walk again only if these differ or a frozen parameter in no unit was unfrozen. Replaced parameters of a unit
-are not reported here: the unit raises an error when it next registers its parameters.
+walks through all modules. Later checks compare object identities with those of the last walk, and walk again only if
+these differ or a frozen parameter in no unit was unfrozen. Replaced parameters of a unit are not reported here: the
+unit raises an error when it next registers its parameters.
 
-If the user forgot to call `fully_shard` on the whole model, parameters of modules around the root are in no unit. weft
-does not see these modules. Therefore, on several ranks, the graph of a root's first backward without `inputs` is
-inspected before it runs (`look_around`). weft raises an error for such parameters, unless the user handles their
-gradients with hooks, `ignored_params`, DDP or FSDP. Parameters of other modules, such as a loss, only cause a warning:
-the user may reduce their gradients.
+Modules around a root are checked too, because the user may have forgotten to call `fully_shard` on the whole model.
+weft does not see these modules in a pass. Therefore, on several ranks, the graph of a root's first backward without
+`inputs` is inspected before it runs (`look_around`):
+
+- A parameter of a module around the root: an error, unless the user handles its gradient with hooks, `ignored_params`,
+  DDP or FSDP.
+- A parameter of another module, such as a loss: a warning, because the user may reduce its gradient.
 """
 
 import gc
@@ -115,9 +117,10 @@ _LOOKS = 16  # after this many backwards, weft stops looking for a root: a model
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
     """Look for parameters in no unit that a backward of `outputs` reaches. Raise RuntimeError if a module around a root
-    has one. Warn about those of other modules. `roots`: the roots that no backward has reached yet. Return the `roots`
-    for the next backward: those that this backward does not reach either. A root that `_LOOKS` backwards have not
-    reached is left out."""
+    has one, and warn about those of other modules.
+
+    `roots`: the roots that no backward has reached yet. Return the `roots` for the next backward: those that this
+    backward does not reach either, except a root that `_LOOKS` backwards have not reached."""
     leaves = set(_leaves(outputs))
     reached = {id(record.unit.channels) for leaf in leaves if (record := record_of(leaf)) is not None}
     if suspects := set(filter(_is_suspect, leaves)):
@@ -147,8 +150,8 @@ def _refuse(suspects: set[Any], roots: Iterable[Any], parents: dict[nn.Module, l
 
 
 def _warn(suspects: set[Any], reached: Sequence[Any], parents: dict[nn.Module, list[nn.Module]]) -> None:
-    """Warn about suspects whose gradients would not be reduced. `reached`: the roots that the backward reaches. If it
-    is empty, there is no warning. Only rank 0 warns."""
+    """On rank 0, warn about suspects whose gradients would not be reduced, if the backward reaches any root.
+    `reached`: these roots."""
     if not reached or dist.get_world_size() == 1 or dist.get_rank() > 0:
         return
     apart = sorted(

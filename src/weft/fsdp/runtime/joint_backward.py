@@ -1,9 +1,11 @@
 """Coordinates the models of a process in a backward, which may go through several models.
 
 A callback of autograd ends the backward of each model, in the same order on all ranks. If the backward fails, autograd
-drops the callback without calling it. If the backward may include several models, and if the device has no streams, the
-limit on live gradient buffers is not enforced (`ReductionOrder.waits_for_room`), because a rank that waits for room in
-one model could deadlock with a rank that waits in another model.
+drops the callback without calling it.
+
+If the backward may include several models, a rank that waits for room for gradients in one model could deadlock with a
+rank that waits in another model. On devices without streams, the limit on live gradient buffers is therefore not
+enforced in such a backward (`ReductionOrder.waits_for_room`).
 """
 
 import itertools
@@ -48,8 +50,8 @@ class JointBackward:
 
 
 def finish_backwards() -> None:
-    """After a backward, reduce the gradients of models whose hooks did not run. The backward may still have reached
-    their parameters, through tensors that no forward returned. Such a backward gathers no weights."""
+    """After a backward, reduce the gradients of models whose hooks did not run. The backward may have reached their
+    parameters through tensors that no forward returned."""
     if not in_backward():
         waiting = [model for model in list(_models) if model._began > model._settled]  # a pass since its last backward
         for model in sorted(waiting, key=lambda model: model.serial):  # in the same order on all ranks

@@ -12,9 +12,12 @@ BUCKET_BYTES: int | None = None  # the default of `RuntimeOptions.bucket_bytes`
 
 
 class CaptureTable(Protocol):
-    """The captured graphs of one model's parts. `failed`: per part, whether a capture failed on this rank since the
-    last `agree`. `agree`: allows replays of the parts without a failure. Its argument states, per part, whether a
-    capture failed on any rank. With `check_collectives=False`, it states only the failures of this rank."""
+    """The captured graphs of one model's parts.
+
+    - `failed`: per part, whether a capture failed on this rank since the last `agree`.
+    - `agree`: allows replays of the parts without a failure. Its argument states, per part, whether a capture failed on
+      any rank; with `check_collectives=False`, on this rank.
+    """
 
     @property
     def failed(self) -> list[bool]: ...
@@ -92,9 +95,8 @@ class RuntimeOptions:
 
     def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
         """Return `self`, the options of a new root, with the changes that method calls have made to an inner model's
-        options. `given`: the inner model's options before the changes. `now`: its options after the changes. If the
-        root has the default `max_live_reduce_buffers`, a changed value replaces it. If the root has another value, the
-        larger of the two values applies."""
+        options: from `given` to `now`. A changed `max_live_reduce_buffers` replaces the root's value if that is the
+        default; otherwise the larger of the two applies."""
         buffers, separate = self.max_live_reduce_buffers, self.separate_all_gather_group
         if (changed := now.max_live_reduce_buffers) != given.max_live_reduce_buffers:
             is_default = buffers == RuntimeOptions.max_live_reduce_buffers

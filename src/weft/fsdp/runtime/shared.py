@@ -1,8 +1,10 @@
 """The objects that the units of a model share, and operations on all units.
 
-Drivers call `gathers` and `reductions`, which decide the order of gathers and reductions. `channels` has the lanes and
-pools. `planner` plans memory. Ranks agree on their actions (`_consensus`), join gathers that only other ranks need
-(`_helper`, `_steps`), and update model weights after the main weights have changed (`_freshness`).
+- `gathers`, `reductions`: decide the order of gathers and reductions, for the drivers.
+- `channels`: the lanes and pools. `planner`: plans memory.
+- `_consensus`: ranks agree on their actions.
+- `_helper`, `_steps`: ranks join gathers that only other ranks need.
+- `_freshness`: ranks update model weights after the main weights have changed.
 
 A unit whose module was replaced stays among `units`, because ranks may free the module at different times, but all
 ranks must send the same messages.

@@ -1,8 +1,8 @@
 """Initial values: every parameter must have values, and all ranks with the same parameter must have the same values.
 
-When a unit is made, values are broadcast from the first replica, so that ranks may have different seeds. Parameters
-that were then unfilled, on the meta device, are broadcast at the first pass of the root. When the root's runtime is
-made, parameters that tensor parallelism does not slice are broadcast over the tensor-parallel ranks.
+Values are broadcast from the first replica when a unit is made, so that ranks may have different seeds; those of
+parameters that are then unfilled, on the meta device, at the first pass of the root. Parameters that tensor parallelism
+does not slice are broadcast over the tensor-parallel ranks when the root's runtime is made.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ def equalize(group: ParameterGroup) -> None:
 
 
 def rest(group: ParameterGroup) -> None:
-    """Quantize weights that are kept only as a payload, and free their main weights. If the weights have no values yet,
-    or payloads are gathered once per step, the first pass does this. Collective with one scale per matrix."""
+    """Quantize weights that are kept only as a payload, and free their main weights, unless the first pass does this:
+    if the weights have no values yet, or payloads are gathered once per step. Collective with one scale per matrix."""
     if group.payload_only is not None and not group.unfilled and not group.refreshed_bytes:
         agree_on_maxima([group])
         group.rest(quantize=True)
@@ -57,8 +57,8 @@ def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
 
 
 def check_filled(units: Sequence[Unit]) -> None:
-    """Check that parameters which had no values when they were sharded, on the meta device, have values now. Broadcast
-    them from the first replica to the others, if there are several. Collective if there are such parameters.
+    """Check that parameters which had no values when they were sharded, on the meta device, have values now, and
+    broadcast them from the first replica to the others. Collective if there are such parameters.
 
     If one of them has no values on some rank, every rank raises ValueError. If a buffer is on the meta device, only
     the rank that has it raises ValueError.
