@@ -2,9 +2,9 @@
 
     weft bench copies --ranks 2
 
-Two times are measured: until `save` returns, when the state has been copied to the host, and until the background
-thread has written and committed the state. A copy every N steps adds the first time to one step in N. No round starts
-after 60 seconds.
+The benchmark measures the time until `save` returns, when the state has been copied to the host, and the time until the
+background thread has written and committed the state. A copy every N steps adds the first time to one step in N. No
+round starts after 60 seconds.
 """
 
 import os

@@ -7,7 +7,7 @@
     weft bench experts --ranks 2 -- --link 800mbit --skew --routing runs/stdlib-moe --picture skew.png
 
 The model has four layers of attention and eight experts, two per token. The experts are spread over all ranks, and
-everything is sharded (ZeRO-3). A step is forward and backward of all microbatches. "combined" and "paired" are the
+everything is sharded (ZeRO-3). A step is forward and backward of all microbatches. "combined" and "paired" are
 schedules of `weft.overlap.forward_backward`. "unpaired nodes" runs the parts of each layer (its nodes) one after
 another, without overlap; "plain" is the model's own forward and backward.
 

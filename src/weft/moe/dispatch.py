@@ -200,7 +200,7 @@ class AllToAll:
     different numbers of expert layers, a rank that waits for the others raises CollectiveMismatch.
 
     Rows and the numbers of rows use two lanes (communication queues that run in parallel with the computation), so that
-    the numbers never wait for rows. With a backend other than gloo, the numbers also use a second communicator.
+    the numbers never wait for rows. With a backend other than gloo, this also takes a second communicator.
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int, *, rows_per: str = "rank") -> None:

@@ -48,8 +48,8 @@ class Permutation:
         """The arguments `indices` and `offsets` of `torch.embedding_bag`, with one bag per token.
 
         `indices` [rows]: the indices of the rows, sorted by token, then by slot. `offsets`: the start of each bag, then
-        the number of rows. If there are more rows than kept assignments, one more bag follows the tokens' bags, with a
-        0 for each extra row.
+        the number of rows. With `kept`, one more bag follows the tokens' bags, with a 0 for each row that no kept
+        assignment uses.
         """
         tokens, k = self.rows.shape
         if self.kept is None:

@@ -66,10 +66,10 @@ class Router(nn.Module):
             contain the bias. Call `update_bias` after each optimizer step (`weft.train` does): it changes the buffer so
             that the load becomes balanced (auxiliary-loss-free balancing, arXiv:2408.15664). The buffer is always fp32.
         aux_loss_coef: the coefficient of the balance loss of DeepSeek-V3 (equations 17 to 20). The loss of a sequence
-            is the sum over experts of f * P. f is the expert's number of assignments, divided by the mean of these
-            numbers over experts. P is the expert's score, divided by the sum of the token's scores and averaged over
-            tokens. The loss of a batch is the mean over its sequences. With context parallelism, a rank's part of a
-            sequence counts as a sequence.
+            is the sum over experts of f * P. f is the expert's number of assignments (dropped ones included), divided
+            by the mean of these numbers over experts. P is the expert's score, divided by the sum of the token's scores
+            and averaged over tokens. The loss of a batch is the mean over its sequences. With context parallelism, a
+            rank's part of a sequence counts as a sequence.
         z_loss_coef: the coefficient of the z-loss, which is the mean of logsumexp(logits)^2 over tokens (ST-MoE,
             arXiv:2202.08906, equation 5).
         capacity_factor: an expert accepts at most ceil(factor * seq * k / num_experts) assignments of a sequence: those

@@ -38,7 +38,7 @@ class ScheduledRun:
     """One call of `forward_backward` or `evaluate`. `layers`: the model's layers on this rank. `scales`: a loss scale
     for each microbatch.
 
-    `depths`: the layers of each depth of multi-token prediction to run. They follow the layers of the last stage.
+    `depths`: for each depth of multi-token prediction that runs, its layers. They follow the layers of the last stage.
     """
 
     def __init__(

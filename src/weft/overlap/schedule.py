@@ -67,8 +67,7 @@ def forward_backward(
             microbatch, such as its share of the tokens.
         trace: a list that receives each step in issue order, a named tuple (direction, microbatch, layer, slot, lane,
             chunk). `layer` is a number among the layers of this rank, with the layers of prediction depths (multi-token
-            prediction) last. It is None for steps before and after the layers of a chunk, which are those of one
-            pipeline stage.
+            prediction) last. It is None for steps before and after the layers of a chunk (a pipeline stage).
 
     Raises:
         TypeError:

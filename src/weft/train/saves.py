@@ -66,7 +66,7 @@ class Saves:
         """Fill `state` from the copy in memory or from the newest intact checkpoint. Return the step that was loaded.
 
         The copy is loaded if it is intact and newer than every checkpoint on disk, damaged ones included. Otherwise the
-        copy is removed: when the run reaches that step again, it could not overwrite the copy.
+        copy is removed, because the run could not overwrite the copy when it reaches the same step again.
         """
         newest = self.checkpoints.latest() or 0
         copied = self.copies.latest() or 0 if self.copies is not None else 0

@@ -161,7 +161,7 @@ def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family
 
 def _distance(reason: str) -> tuple[int, int]:
     """Return a sort key for the error of a family; the nearest family has the smallest key. A family that differs in
-    few fields is near. A family that lacks many kinds of layers is far."""
+    few fields is near, and one that lacks many kinds of layers is far. All other errors are in between."""
     kinds = ("cannot hold", "", "has no layer")
     far = next((far for far, words in enumerate(kinds) if words and words in reason), 1)
     return far, reason.count("(it has") if far == 0 else reason.partition(" (pattern")[0].count(",")

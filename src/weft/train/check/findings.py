@@ -1,6 +1,6 @@
 """Explains how a step on several ranks differs from the step on one rank.
 
-Each line names the parameter, the mesh axis and the broken rule.
+A line names the parameters, the mesh axes and the broken rule, as far as they are known.
 
 what differs              what it means
 ------------------------  ---------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class Batches:
     """An endless iterator of the training microbatches of one rank (see `weft.train.data.sequences.Batch`).
 
     In each epoch of a text, each of its sequences occurs once, in a new shuffled order. `seed` determines the orders of
-    all epochs.
+    all epochs. Step k has the same sequences for any `dp_size`.
 
     - `tokens`: the text as a 1-D token array, or several texts, which are mixed by `weights`.
     - `vocabulary`: the vocabulary size, which all tokens must be below. None: tokens are not checked.

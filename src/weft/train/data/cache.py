@@ -155,8 +155,8 @@ def build(
 
 
 def fingerprints(folder: Path, key: str, arrays: Sequence[np.ndarray], progress: Callable[[float], None]) -> list[str]:
-    """Return the fingerprint of each of `arrays`, the tokens of your own token files. Fingerprints are computed once,
-    and kept in KEY.json if the folder is writable.
+    """Return the fingerprint of each of `arrays`, the tokens of your own token files. Fingerprints are kept in
+    KEY.json if the folder is writable, so that they are computed only once.
 
     `progress`: called every few seconds with the fraction of the tokens that has been read.
     """

@@ -75,8 +75,8 @@ def launch(
     - `restarts`: the maximum number of restarts of all ranks after failures with exit code 1. Restarts end early if two
       starts in a row fail with a traceback and the same message, and nothing was saved in between.
     - `restart_ranks`: the number of ranks after a restart. Default: `ranks`.
-    - `keeps_copies`: whether ranks copy their state to memory. A restart resumes from the newest checkpoint or from
-      such a copy, if it is newer.
+    - `keeps_copies`: whether ranks copy their state to memory. A restart resumes from the newest checkpoint, or from
+      such a copy if the copy is newer.
     """
     failed = ""
     requests = Requests()  # shared by all starts, so that a signal between two starts stops the next one

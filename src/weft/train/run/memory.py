@@ -1,6 +1,6 @@
 """The folder in host memory that holds copies of a run's state.
 
-The process that starts the ranks creates the folder, and removes it before it exits, so the folder outlives the ranks.
+The process that starts the ranks creates the folder, and removes it before exiting, so the folder outlives the ranks.
 If that process is killed, a later run that keeps copies removes the folder.
 
     /dev/shm/weft-4711-x2f1a0b9/      4711: the id of the process that starts the ranks

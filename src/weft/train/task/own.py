@@ -180,7 +180,8 @@ class Stream:
 
     If the position was saved by n ranks, and n differs from `ranks`, each rank continues at position p * n / `ranks`,
     where p is the saved position of rank 0. This is exact if the ranks take the microbatches of a pass in turn, and all
-    take equally many. Raises ConfigError if the division has a remainder, or if the iterable has a `state_dict`.
+    take equally many. Such a load raises ConfigError if the division has a remainder, or if the iterable has a
+    `state_dict`.
     """
 
     per_rank = True
