@@ -11,7 +11,8 @@
     `taken`                   -                             recorded as a write                    -
     `unawaited`               -                             counted                                -
 
-weft orders its work with these functions, so the order can be checked without a device.
+weft orders its work with these functions, so the order can be checked without a device. (Only the capture of CUDA
+graphs and the timeline use torch's streams and events directly.)
 """
 
 import threading

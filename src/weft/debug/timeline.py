@@ -27,7 +27,8 @@ from weft.comm.transport import Pending
 class Interval(NamedTuple):
     """One operation on a lane, a compute step (`lane` "compute") or a wait (`lane` "wait"). Times are seconds since the
     recording began. `start`: the time of issue or, if later, the time at which the communicator had finished all
-    earlier operations. This assumes that a communicator runs one operation after another, as in NCCL."""
+    earlier operations. This assumes that a communicator runs one operation after another, as in NCCL. Over gloo,
+    operations may overlap."""
 
     lane: str
     label: str

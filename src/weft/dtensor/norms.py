@@ -99,8 +99,8 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh | None]:
-    """Return the indices of the sharded tensors, in one list for each combination of mesh, sharded axes and dtype, and
-    a mesh on which the norms of all lists are replicated, or None."""
+    """Return two values: the indices of the sharded tensors, in one list for each combination of mesh, sharded axes and
+    dtype; and a mesh on which the norms of all lists are replicated, or None."""
     together: dict[tuple[int, tuple[int, ...], torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, UnevenDTensor):

@@ -17,8 +17,8 @@ A step over lists is torch's step with `foreach=True`, and gives bitwise the sam
 momentum, weft does not step over lists, because such a step would change the gradients. In all other cases, such as
 with hyperparameters that are tensors, or with differentiable steps, torch chooses.
 
-weft wraps the functions in which torch makes its choice, which its optimizers call with the parameters of a group.
-Therefore weft sees changes that the user's hooks make, and stores nothing in the optimizer.
+torch makes its choice in the functions that its optimizers call with the parameters of a group. weft wraps these
+functions. Therefore weft sees changes that the user's hooks make, and stores nothing in the optimizer.
 """
 
 import functools

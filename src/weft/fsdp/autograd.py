@@ -198,7 +198,7 @@ HARMLESS = frozenset(
 
 class Original:
     """Mixin for the class of an original parameter, which a sharded parameter has replaced. Operators that write to the
-    parameter and uses of its `.grad` raise RuntimeError. (For backward, `retire` registers a hook.)"""
+    parameter and uses of its `.grad` raise RuntimeError. (For a backward, a hook that `retire` registers raises.)"""
 
     __slots__ = ()
 

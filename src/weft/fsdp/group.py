@@ -11,8 +11,8 @@ they are one buffer, which gathers cast and upload. Otherwise, main_weight is in
 dtypes are equal and nothing is offloaded. If every rank keeps all weights, `full` is model_weight, and always lives.
 
 With quantization, model_weight holds the bytes of the payload (the quantized weights), and `full` is always a separate
-buffer. `copies` has two model weights if forward and backward use different payloads. Main weights of frozen parameters
-may be freed between uses (`weft.quantize.payload_only`).
+buffer, in float8 with `compute="scaled"`. `copies` has two model weights if forward and backward use different
+payloads. Main weights of frozen parameters may be freed between uses (`weft.quantize.payload_only`).
 
 Writes to a sharded parameter increment the version counter of the main weights, except writes that torch does not
 count, such as those through `.data`. The counter shows whether gathered weights are up to date: gathered copies get the

@@ -48,8 +48,8 @@ class RefreshOrder(ABC):
 
     def update_to(self, unit: Any) -> None:
         """Update the units of `ahead` up to `unit`. If `unit` is outdated but not in `ahead`, because only another
-        rank's pass uses it, update it alone. Then, if the latest unit that was updated is `unit`, also update the next
-        unit of `ahead`, whose transfer overlaps with computation."""
+        rank's pass uses it, update it. Then, if the latest unit that was updated is `unit`, also update the next unit
+        of `ahead`, whose transfer overlaps with computation."""
         if unit in self.ahead:
             while self._next() is not unit:
                 pass

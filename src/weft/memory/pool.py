@@ -209,7 +209,8 @@ class Pool:
     def end_step(self, foreseen: Iterable[Sequence[Transient]] = (), *, learns: bool = False) -> None:
         """End a step. If the pool is `outdated`, make a new plan, unless views of a buffer are in use (`is_fixed`).
         Does nothing while a buffer is alive. `foreseen`: sets of buffers that may be alive together in later steps.
-        `learns`: if this step took much less memory than the first plan, make a new plan for this step alone."""
+        `learns`: whether the steps that the first plan covers may have taken more memory than later steps will. If so,
+        and if this step took much less than the first plan, make a new plan for this step alone."""
         if not self.planned or self._alive:
             return
         step, self._step = self._step, self._step + 1

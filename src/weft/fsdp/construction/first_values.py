@@ -10,8 +10,8 @@ sees copies of them.
 
 If a module has no `reset_parameters()`, its parameters are sharded unfilled, and its buffers stay on the meta device.
 The model's `init_weights()` or a state dict fills the shards later, and `model.to_empty(device=...)` allocates the
-buffers. The first pass raises an error if a parameter is still unfilled or a buffer is still on the meta device. New
-memory holds a recognizable pattern (`weft.memory.blank`), which shows whether it was filled.
+buffers and ignored parameters. The first pass raises an error if a parameter is still unfilled or a buffer is still on
+the meta device. New memory holds a recognizable pattern (`weft.memory.blank`), which shows whether it was filled.
 
 A tied parameter is filled once, by the first module that can fill it. A tensor-parallel parameter is filled as a whole,
 as in a single process, and each rank keeps its slice. A module that can fill slices, such as experts, sets

@@ -1,7 +1,8 @@
 """The parameters that one `fully_shard` call shards. Those of nested units and ignored ones are not among them.
 
 Parameters with equal mesh, dtypes, quantization and `requires_grad` form one group. A tied parameter that already
-belongs to another unit stays in that unit, which then also registers its tensors in the modules of this call.
+belongs to another unit stays in that unit, which then also registers the parameter's tensors in the modules of this
+call.
 """
 
 from typing import Any

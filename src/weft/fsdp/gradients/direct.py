@@ -65,13 +65,13 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     Return None to autograd as the gradient of the parameter. Gradients from other uses of the parameter are added to
     the buffer.
 
-    Call this function once before each write, before the reduction of the unit's gradients starts, which is usually at
-    the end of the unit's backward.
+    Call this function once before each write. You may call it until the reduction of the unit's gradients starts,
+    usually at the end of the unit's backward.
 
     The buffer has the parameter's shape or, with tensor parallelism, the shape of this rank's slice. Its dtype is
     `main_grads_dtype` if gradients of several backwards accumulate before they are reduced, or if `reduce_dtype` has a
-    smaller range than the computation's dtype (as bfloat16 has, slightly, than float32). Otherwise, it is
-    `reduce_dtype`. For a parameter that is in no unit, the buffer is its `.grad`.
+    smaller range than the computation's dtype (the range of bfloat16 is slightly smaller than that of float32).
+    Otherwise, it is `reduce_dtype`. For a parameter that is in no unit, the buffer is its `.grad`.
 
     `parameter`: the full parameter that forward used, or its sharded parameter. Raises ValueError for a frozen one.
     """

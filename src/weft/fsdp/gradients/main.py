@@ -3,8 +3,8 @@
 After `publish`, main gradients belong to the user. A further backward adds its gradients to them, as torch adds to a
 `.grad` that is set. After `.grad` was cleared, the published memory is reused only if no other code refers to it.
 
-During reductions they belong to the engine, and the published `.grad` is None. If other code sets another `.grad`
-before or during the reductions, for example the gradient of a penalty, `publish` adds it.
+During reductions, main gradients belong to the engine, and the published `.grad` is None. If other code sets another
+`.grad` before or during the reductions, for example the gradient of a penalty, `publish` adds it.
 """
 
 import sys

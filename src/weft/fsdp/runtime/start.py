@@ -1,8 +1,8 @@
 """Initial values: every parameter must have values, and all ranks with the same parameter must have the same values.
 
-Values are broadcast from the first replica when a unit is made, so that ranks may have different seeds; those of
-parameters that are then unfilled, on the meta device, at the first pass of the root. Parameters that tensor parallelism
-does not slice are broadcast over the tensor-parallel ranks when the root's runtime is made.
+When a unit is made, values are broadcast from the first replica, so that ranks may have different seeds. Parameters
+that are then unfilled, on the meta device, are broadcast at the first pass of the root. When the root's runtime is
+made, parameters that tensor parallelism does not slice are broadcast over the tensor-parallel ranks.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ def equalize(group: ParameterGroup) -> None:
 
 
 def rest(group: ParameterGroup) -> None:
-    """Quantize weights that are kept only as a payload, and free their main weights, unless the first pass does this:
-    if the weights have no values yet, or payloads are gathered once per step. Collective with one scale per matrix."""
+    """Quantize weights that are kept only as a payload, and free their main weights. If the weights have no values yet,
+    or payloads are gathered once per step, the first pass does this. Collective with one scale per matrix."""
     if group.payload_only is not None and not group.unfilled and not group.refreshed_bytes:
         agree_on_maxima([group])
         group.rest(quantize=True)
