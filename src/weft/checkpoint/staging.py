@@ -169,7 +169,7 @@ def _plain_bytes(key: str, value: Any) -> io.BytesIO:
 
 
 def _packed(value: Any) -> io.BytesIO:
-    """Return the bytes of `value`. Reads them once as a load does, and raises the error that the load would raise."""
+    """Return the bytes of `value`. Raise the error that a load of these bytes would raise."""
     stream = io.BytesIO()
     torch.save(value, stream)
     unpack(stream)

@@ -148,9 +148,11 @@ class ReductionOrder(ABC):
         self.order = tuple(self.ready_order) or self.order
 
     def ready(self, unit: int) -> bool:
-        """Pack the gradients of `unit`, which are ready, and start each turn that is due: all its units are ready, and
-        it is next in the order (unless its units need not wait: `waits_for_turn`). Return whether there is an agreed
-        order and `unit` needs a turn in it."""
+        """Pack the gradients of `unit`, which are ready, and start each turn that is due. Return whether there is an
+        agreed order and `unit` needs a turn in it.
+
+        A turn is due if all its units are ready and it is next in the order. A turn whose units do not wait
+        (`waits_for_turn`) need not be next."""
         if self._turns is None or not self.waits_for_turn(unit):
             turn = next((each for each in self._turns or () if unit in each), (unit,))
             if len(turn) > 1:

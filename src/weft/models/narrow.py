@@ -1,9 +1,9 @@
 """Chooses which weights of a hybrid model are quantized when they are gathered.
 
-quantized        projections of attention, recurrent layers, MLPs and experts (routed and shared), including projections
-                 that compute gates, and projections to and from the latent of experts
-unquantized      norms, biases, attention sinks, convolutions, decay parameters, D of Mamba-2, routers, the shared
-                 expert's gate, embedding, head, and the projection of each prediction depth
+quantized        projections of attention, recurrent layers, MLPs and experts (routed and shared), also the gate_proj of
+                 MLPs and experts, and projections to and from the latent of experts
+unquantized      norms, biases, attention sinks, convolutions, decay parameters, D of Mamba-2, routers, the single
+                 output that gates a whole shared expert, embedding, head, and the projection of each prediction depth
 """
 
 from collections.abc import Iterator

@@ -114,5 +114,5 @@ def _operands(kind: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Ten
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether `value` is a plain tensor, parameter or scaled weight, and no other subclass such as DTensor."""
+    """Return whether `value` is a parameter, a scaled weight, or a tensor of no subclass (such as DTensor)."""
     return type(value) is Tensor or issubclass(type(value), nn.Parameter) or is_scaled(value)
