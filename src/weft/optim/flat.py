@@ -175,8 +175,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_over(self, runs: Sequence[FlatRun], step: Callable[[], Any]) -> None:
-        """Call torch's `step` while only `runs` have gradients. If none has one, do nothing. If gradients are widened,
-        pass a single run, because widened gradients share memory."""
+        """Give `runs` their gradients, call torch's `step`, and take the gradients away again. Without any gradient, do
+        nothing. If gradients are widened, pass a single run, because widened gradients share memory."""
         wide = self._room_for(runs[0]) if runs and runs[0].group in self._widened else None
         try:
             for run in runs:
