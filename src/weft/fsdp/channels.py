@@ -61,10 +61,10 @@ class Channels:
         is False.
 
         - `choice=False`: `groups` themselves.
-        - `choice=True`: a second communicator for each of `groups`.
-        - A list of process groups: these are the second communicators of those `groups` that have the same ranks in the
-          same order. The remaining `groups` get new ones. Raises ValueError if a process group in the list matches none
-          of `groups`, or if one of `groups` already has a different second communicator.
+        - `choice=True`: a second communicator for each of `groups`, which all models share.
+        - A list of second communicators: each belongs to the one of `groups` with the same ranks in the same order.
+          For the remaining `groups`, as with True. Raises ValueError if a communicator in the list matches none of
+          `groups`, or if an earlier model used another one for the same group.
         """
         self.separate = bool(choice)
         there = [dist.get_process_group_ranks(group) for group in groups]
@@ -75,7 +75,7 @@ class Channels:
                     f"separate_all_gather_group: the process group has the ranks {ranks}, but weights are gathered "
                     f"over {', '.join(map(str, there))}: create it with exactly these ranks, in this order"
                 )
-        for group, ranks in zip(groups if choice else (), there):
+        for group, ranks in zip(groups if self.separate else (), there):
             own = next((each for known, each in given if known == ranks), None)
             if own is not None and _twins.setdefault(group, own) is not own:
                 raise ValueError(
