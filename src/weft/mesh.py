@@ -37,12 +37,12 @@ from weft.words import counted
 class Meshes:
     """The device meshes of a model's parameters, as seen from this rank.
 
-    - `dense`: the mesh over which parameters outside of experts are sharded and replicated: the data-parallel ranks,
-      including context-parallel ranks. It is 1-D, or 2-D (outer, shard) if `dp_replicate > 1`.
-    - `expert`: the mesh over which parameters of the same experts are sharded and replicated: `dense` if `ep` is 1,
-      otherwise the 1-D or 2-D mesh that `init_meshes` describes.
+    - `dense`: the mesh over which parameters outside of experts are sharded and replicated. It has the data-parallel
+      ranks, including context-parallel ranks. It is 1-D, or 2-D (outer, shard) if `dp_replicate > 1`.
+    - `expert`: the mesh over which parameters of the same experts are sharded and replicated. It is `dense` if `ep` is
+      1, and otherwise the 1-D or 2-D mesh that `init_meshes` describes.
     - `ep`, `pp`, `tp`, `cp`: a 1-D mesh of each axis. None if the axis has one rank.
-    - `etp`: the mesh over which each expert is split: the same mesh as `tp`. None if experts are not split.
+    - `etp`: the mesh over which each expert is split. It is the same mesh as `tp`, or None if experts are not split.
     """
 
     dense: DeviceMesh

@@ -64,8 +64,8 @@ def unpack(stream: IO[bytes]) -> Any:
 
 
 def _check_names(pickled: bytes, length: int) -> None:
-    """Raise ValueError unless the pickle is safe to load: it contains only globals in `_NAMES` and opcodes that
-    checkpoints need, and allocates not much more memory than `length`, the bytes of all files in its archive."""
+    """Raise ValueError unless the pickle is safe to load. A safe pickle contains only globals in `_NAMES` and opcodes
+    that checkpoints need. It allocates not much more memory than `length`, the bytes of all files in its archive."""
     calls = largest = 0
     has_bare_storages = False
     for opcode, argument, _ in pickletools.genops(pickled):

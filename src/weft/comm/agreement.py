@@ -3,8 +3,8 @@
 The integers are in CPU memory and are sent over gloo, even if data is sent over NCCL. The host therefore does not wait
 for its device: the ranks compare their queued work while the devices still compute.
 
-At the end of a backward the ranks exchange which collectives they issued, which parameters have gradients, and which
-units (sets of parameters that are gathered and reduced together) still wait for their reduction:
+A unit is a set of parameters that are gathered and reduced together. At the end of a backward the ranks exchange which
+collectives they issued, which parameters have gradients, and which units still wait for their reduction:
 
 - If the ranks issued different collectives, two units whose messages have the same size may have received each other's
   gradients. The exchange raises an error before the optimizer can use them.

@@ -79,8 +79,8 @@ class Ticket:
     @property
     def ended(self) -> bool:
         """Whether the transfers have ended and no longer use their memory. On CPU, transfers that did not end at once
-        count as ended only after `abandon`, or after a wait by a caller, a thread or a collective that runs `after`
-        this ticket."""
+        count as ended only after `abandon` or after a wait. The wait may be by a caller, by a thread, or by a
+        collective that runs `after` this ticket."""
         if self._event is not None and not self._event.query():
             return False
         return self._transfer is None or self._transfer.has_ended
@@ -250,8 +250,8 @@ class Lane:
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
         """Allocate memory for the current stream, in the dtype of `like`. It is allocated on the lane's stream, so that
-        the lane can fill it immediately: memory of the current stream might still be in use by earlier work, for which
-        the lane would have to wait."""
+        the lane can fill it immediately. Memory of the current stream might still be in use by earlier work, and the
+        lane would have to wait for this work."""
         home = streams.current(self._device)
         with streams.on(self.stream):
             made = like.new_empty(size)

@@ -3,8 +3,8 @@
 Norms are computed in at least fp32, and rounded to the tensors' dtype once.
 
 torch's norm of many tensors creates a DTensor for each norm, and torch's clipping computes the factor on DTensors. Both
-are slow. If all tensors are sharded and have one device and dtype, the functions at the end of this file use the local
-parts of many tensors in one operation, and all-reduce one number for all tensors with the same axes.
+are slow. The functions at the end of this file avoid this if all tensors are sharded and have one device and dtype.
+They use the local parts of many tensors in one operation, and all-reduce one number for all tensors with the same axes.
 """
 
 import functools
@@ -99,8 +99,8 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh | None]:
-    """Return two values: the indices of the sharded tensors, in one list for each combination of mesh, sharded axes and
-    dtype; and a mesh on which the norms of all lists are replicated, or None."""
+    """Return the indices of the sharded tensors, in one list for each combination of mesh, sharded axes and dtype. The
+    second value is a mesh on which the norms of all lists are replicated, or None."""
     together: dict[tuple[int, tuple[int, ...], torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, UnevenDTensor):

@@ -3,8 +3,8 @@
 If an operator runs on a sharded tensor, torch calls into Python. This costs more than the arithmetic of a small tensor.
 An operator on a list of sharded tensors makes one such call for all. An operator on plain local parts makes none.
 
-If `foreach` and `fused` are None, weft chooses how Adam, AdamW, SGD and Adagrad step a group whose parameters are all
-sharded and on CPU, and whose parameters, gradients and states have one dtype:
+If `foreach` and `fused` are None, weft chooses how Adam, AdamW, SGD and Adagrad step certain groups. In these groups,
+all parameters are sharded and on CPU, and the parameters, gradients and states have one dtype:
 
     gradients and states have  | small group: fp32 or fp64, on average  | other groups
                                | at most `SMALL` elements for a rank    |

@@ -10,8 +10,8 @@ A parameter may be a DTensor over the whole mesh instead, replicated over the da
     sharded     UnevenDTensor (dp, tp) as above
     unsharded   DTensor on (dp, tp)    as before, so that activations may be DTensors over the whole mesh too
 
-If all axes of the mesh are data-parallel, the parameter is sharded like a plain parameter, and its gradient is reduced
-like a plain parameter's, but the unsharded parameter is a DTensor.
+If all axes of the mesh are data-parallel, the parameter is sharded, and its gradient is reduced, as for a plain
+parameter. But the unsharded parameter is a DTensor.
 
 A gradient that is partial over tp, such as that of a norm between sequence-parallel regions, is reduced over tp before
 it is packed.

@@ -51,7 +51,7 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
-        mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard); with `dp_mesh_dims`, a larger mesh.
+        mesh: a DeviceMesh of data-parallel ranks, 1-D or 2-D (outer, shard). With `dp_mesh_dims`, it is a larger mesh.
             Default: a 1-D mesh of all ranks. If no process group exists, it is created from the launcher's environment
             variables.
 
@@ -83,8 +83,8 @@ def fully_shard(
         gradient_divide_factor: a further divisor of the averaged gradients. Default: 1.
         runtime: `weft.RuntimeOptions`. The root's options apply to all units. For the other units, pass equal options
             or None.
-        dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the data-parallel axes of a larger `mesh`. If it names no
-            axis to shard over, a `strategy` that shards parameters raises ValueError.
+        dp_mesh_dims: the data-parallel axes of a larger `mesh`, as `weft.DataParallelMeshDims` or torch's. If it names
+            no axis to shard over, a `strategy` that shards parameters raises ValueError.
 
     Raises:
         ValueError: an invalid value, a module that is already sharded, or a parameter that cannot be sharded; the

@@ -78,8 +78,9 @@ class ForwardCall:
         engine.offer(unit)
 
     def begin_inside(self, gradient: torch.Tensor) -> None:
-        """Begin the call's backward, unless the running backward has ended it already. This is a hook on the base of an
-        output that is a view, because the view's own hook does not run if the caller wrote to the view in place."""
+        """Begin the call's backward, unless the running backward has ended it already. This is a hook for an output
+        that is a view. It is on the view's base, because the view's own hook does not run if the caller wrote to the
+        view in place."""
         if self._ended_in != torch._C._current_graph_task_id():
             self.begin()
 

@@ -60,8 +60,8 @@ class Slot:
 class Unsharded:
     """A parameter that is about to be sharded over `mesh`.
 
-    - `value`: the tensor with its values: `original`, or a tensor that weft has filled if `original` was on the meta
-      device.
+    - `value`: the tensor with its values. It is `original` or, if `original` was on the meta device, a tensor that weft
+      has filled.
     - `cutting`: the number of elements between possible cuts, and the dimension that is cut.
     """
 

@@ -98,8 +98,8 @@ def plan_layout(
     """Return a layout of tensors with these shapes, in this order, in `shards` equal shards.
 
     - `itemsize`: bytes per element in the smallest dtype that uses the layout.
-    - `granularities`: per tensor, cuts are only at multiples of this number of elements (1: anywhere; the tensor's
-      size: nowhere).
+    - `granularities`: per tensor, cuts are only at multiples of this number of elements. With 1, cuts may be anywhere.
+      With the tensor's size, there are none.
     - `dims`: per tensor, the dimension that is stored first and cut. Default: 0.
 
     Coarser cuts are preferred while the padding is at most `PREFERENCE` of the data or `ALIGNMENT_BYTES` per shard,

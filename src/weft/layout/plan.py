@@ -38,7 +38,8 @@ class GradientFacts:
     - `sent`: the bytes of the group's message.
     - `narrows`: whether gradients are first packed in the main gradients' dtype, because they may overflow in messages.
     - `declared`: whether modules have declared that they add some of the gradients to `main_grad` themselves.
-    - `download`: the bytes of the device buffer from which reduced gradients are copied to CPU memory; 0: none.
+    - `download`: the bytes of the device buffer from which reduced gradients are copied to CPU memory. 0: no such
+      buffer.
     """
 
     kind: Hashable | None
@@ -100,9 +101,13 @@ def is_inside(name: str, outer: str) -> bool:
 
 
 class Limits(NamedTuple):
-    """What a plan depends on besides traces and units: limits from the user's `RuntimeOptions`, the option
-    `check_collectives` (`checked`), and the `order` of the units in which ranks have last agreed to start reductions.
-    None: from the last unit to the first."""
+    """What a plan depends on besides traces and units.
+
+    - `prefetch_bytes`, `bucket_bytes`, `max_live_reduce_buffers`: limits from the user's `RuntimeOptions`.
+    - `checked`: the option `check_collectives`.
+    - `order`: the order of the units in which ranks have last agreed to start reductions. None: from the last unit to
+      the first.
+    """
 
     prefetch_bytes: int | None = None
     bucket_bytes: int = 0

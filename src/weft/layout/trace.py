@@ -32,7 +32,7 @@ class Event(NamedTuple):
     - `use`: 1 if a backward, not a recomputation, uses a unit whose weights have a second copy for backward.
     - `keep`: 1 after a backward that does not free the weights.
     - `done`: 1 in a forward, or a recomputation, that a backward follows.
-    - `ready`: 1 if an optimizer step may follow: the reductions then also run over the outer axis of a 2-D mesh.
+    - `ready`: 1 if an optimizer step may follow. The reductions then also run over the outer axis of a 2-D mesh.
     - `offer`: 1 if gradients wait for another backward.
     - `write`: n, the index of the group among the unit's groups, or -1 - n if its gradients wait for another backward.
     """
@@ -44,8 +44,8 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """Events of a pass. `kind`: "forward", "evaluation", "schedule", "backward" or "accumulation", which is a backward
-    that another one must follow: it has `later` events, or `ready` events with the detail 0."""
+    """Events of a pass. `kind`: "forward", "evaluation", "schedule", "backward" or "accumulation". An accumulation is a
+    backward that another one must follow. It has `later` events, or `ready` events with the detail 0."""
 
     kind: str
     events: tuple[Event, ...]

@@ -21,7 +21,8 @@ def blank(tensor: torch.Tensor) -> None:
 
 
 def blank_storage(tensor: torch.Tensor) -> None:
-    """Overwrite the storage of a plain `tensor` (no subclass; of any strides) with its dtype's byte pattern."""
+    """Overwrite the storage of `tensor` with its dtype's byte pattern. The tensor must be plain (of no subclass), and
+    may have any strides."""
     storage = tensor.untyped_storage()
     torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_empty_byte(tensor.dtype))
 

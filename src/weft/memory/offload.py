@@ -7,8 +7,9 @@
     optimizer state and step: on the CPU
 
 If the CPU memory is pinned, both transfers overlap with the computation. The host waits for them where their memory is
-used next: at the end of each pass for the uploads, because the weights may be written; at the end of a backward also
-for the downloads, because the optimizer reads the gradients. On a CPU mesh, offloading saves nothing.
+used next. At the end of each pass, it waits for the uploads, because the weights may be written. At the end of a
+backward, it also waits for the downloads, because the optimizer reads the gradients. On a CPU mesh, offloading saves
+nothing.
 """
 
 from typing import Any

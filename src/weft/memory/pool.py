@@ -46,8 +46,8 @@ class Transient:
     - `is_fixed()`: whether views of the buffer are in use, so that `take` must not move it.
     - `is_evictable()`: whether its values may leave the slab for a while, because no computation uses them.
     - `describe()`: returns its name in errors.
-    - `filled`: whether it also has memory from the start, until `empty` is called: torch cannot make views of an empty
-      tensor.
+    - `filled`: whether it also has memory from the start until `empty` is called. Without memory, torch could not make
+      views of the buffer.
     """
 
     def __init__(
@@ -245,8 +245,8 @@ class Pool:
             self._adopt(self._planned())
 
     def drop_plan(self) -> None:
-        """Before a step that will hold more buffers at once than all before it: let each buffer have its own memory
-        until the end of the step, which makes a new plan. Buffers that are alive keep their places."""
+        """Let each buffer have its own memory until the end of the step, which makes a new plan. Buffers that are alive
+        keep their places. Call this before a step that will hold more buffers at once than all steps before it."""
         if self.plan is not None:
             self._places = {each: self._places[each] for each in self._alive if each in self._places}
             self.outdated, self._changed = True, self._step

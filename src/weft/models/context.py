@@ -351,9 +351,10 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
 
     The result always has "documents": a `Slices`, which the model takes in place of a `Documents`.
 
-    Rows are padded at their end to a multiple of 2 x cp (with tensor-parallel ranks, of cp x lcm(2, tp)). "labels" are
-    padded with -100, all other tensors with 0. If the batch has "documents", labels are also set to -100 at the last
-    position of each document (for the exception see `Documents.continues`) and where `documents` have padding.
+    Rows are padded at their end to a multiple of 2 x cp. With tensor-parallel ranks, they are padded to a multiple of
+    cp x lcm(2, tp). "labels" are padded with -100, all other tensors with 0. If the batch has "documents", labels are
+    also set to -100 at the last position of each document (for the exception see `Documents.continues`) and where
+    `documents` have padding.
 
     Raises:
         ValueError: `meshes.cp` is None, a value is not a tensor, or the shape of a tensor or of "documents" does not

@@ -101,8 +101,8 @@ def generate(
 def continuations(
     model: Any, prompts: Sequence[Sequence[int]], *, ends: Collection[int] = (), most: int, **options: Any
 ) -> Iterator[list[int | None]]:
-    """Yield at each step a list with an entry for each of `prompts`: the next token of its continuation, or None while
-    the model still reads the prompt and after the continuation has ended.
+    """Yield at each step a list with an entry for each of `prompts`. The entry is the next token of the prompt's
+    continuation. It is None while the model still reads the prompt, and after the continuation has ended.
 
     A continuation ends at a token of `ends`, which is not yielded, or after `most` tokens. A step in which every entry
     is None is not yielded. The iterator ends when all continuations have ended. `options`: keyword arguments of

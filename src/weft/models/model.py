@@ -53,8 +53,8 @@ class HybridModel(nn.Module):
     loss. The parameters are DTensors (those of whole experts that are spread over ranks, only after
     `weft.models.shard`).
 
-    A tensor-parallel rank has the hidden states of only some positions: where a docstring of this class gives their
-    shape as [batch, seq, hidden] or [B, S, D], the rank has [batch, seq / tp, hidden].
+    A tensor-parallel rank has the hidden states of only some positions. Where a docstring of this class gives their
+    shape as [batch, seq, hidden] or [B, S, D], such a rank has [batch, seq / tp, hidden].
 
     With `meshes`, all ranks must build their models in the same order, because the constructor may create process
     groups.
@@ -310,8 +310,8 @@ class HybridModel(nn.Module):
                 -100 to ignore the position.
             cache: a dict for generation. Pass an empty dict to the first call, and the same dict to later calls, whose
                 `tokens` continue the sequence. Each call updates the dict and returns the logits of its own `tokens`.
-                Within rounding, these are the logits that one call with the sequence up to the last of these `tokens`
-                returns, except that a `capacity_factor` applies to the tokens of each call separately. With a
+                Within rounding, they equal the logits from one call with the sequence up to the last of these `tokens`.
+                The exception is a `capacity_factor`, which applies to the tokens of each call separately. With a
                 `rope_scaling` of type "dynamic" or "longrope", a call that changes the rotation of earlier positions
                 recomputes these positions.
             documents: the documents and the padding in the rows. No information passes between documents, except in

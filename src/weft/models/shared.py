@@ -43,9 +43,9 @@ def check_context(cfg: HybridConfig, context: int, size: int) -> None:
 def least_row(cfg: HybridConfig, context: int) -> int:
     """Return the minimum length of a row, in positions, with `context` context-parallel ranks.
 
-    Rows are padded, and cut into 2 x `context` equal slices (see `weft.models.context`). A convolution with a kernel of
-    K positions reads the K - 1 positions before a slice from the previous slice, so a slice needs at least K - 1
-    positions. The larger padding with more than two tensor-parallel ranks is not considered.
+    Rows are padded, and cut into 2 x `context` equal slices (see `weft.models.context`). For each slice, a convolution
+    with a kernel of K positions reads the last K - 1 positions of the previous slice. A slice therefore needs at least
+    K - 1 positions. The larger padding with more than two tensor-parallel ranks is not considered.
     """
     widths = [getattr(cfg, name) for kinds, name in _CONVOLUTIONS.items() if set(cfg.pattern) & set(kinds)]
     return 2 * context * max(max(widths, default=1) - 2, 0) + 1 if context > 1 else 1

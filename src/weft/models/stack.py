@@ -118,7 +118,7 @@ class Layer(nn.Module):
 
 class Layers(nn.ModuleList):
     """This rank's layers of a stack. A layer's name is its number in the whole stack, but an index counts only this
-    rank's layers: on a rank with the layers 4 to 7, `layers[0]` has the name "4"."""
+    rank's layers. On a rank with the layers 4 to 7, `layers[0]` has the name "4"."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):

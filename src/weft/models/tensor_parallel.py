@@ -8,8 +8,8 @@ positions:
 
 Experts may also stay whole (see `TensorRanks.experts`). Each rank then routes only its own positions, without a gather.
 
-`cuts_of` lists how each parameter is divided. A parameter that is not cut has a partial gradient on each rank: norms
-see only this rank's positions, and modules between the gather and the scatter see only this rank's heads. These
+`cuts_of` lists how each parameter is divided. A parameter that is not cut has a partial gradient on each rank. Norms
+see only this rank's positions, and modules between the gather and the scatter see only this rank's heads. The partial
 gradients are summed over the ranks. See `weft.moe.parts`.
 """
 

@@ -224,9 +224,9 @@ class MoE(nn.Module):
     def receive(self, rows: Tensor, weights: Tensor | None, shared: Tensor | None, handle: Handle) -> Tensor:
         """Return the layer's output from the rows that came back; [rows, hidden] -> [batch, seq, hidden].
 
-        A token's output is the sum of its rows, weighted by `weights` (None with `rows_per="rank"`: `run_experts` has
-        applied the weights). If the layer has a `latent_size`, the sum is projected back to `hidden_size`. `shared` is
-        added if it is not None.
+        A token's output is the sum of its rows, weighted by `weights`. With `rows_per="rank"`, `weights` is None,
+        because `run_experts` has applied the weights. If the layer has a `latent_size`, the sum is projected back to
+        `hidden_size`. `shared` is added if it is not None.
         """
         if isinstance(handle, Halves):
             parts = zip(rows.split(handle.sizes), handle.parts)

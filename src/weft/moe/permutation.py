@@ -64,7 +64,7 @@ class Permutation:
 
 def scattered(size: int, index: Tensor, values: Tensor, valid: Tensor | None, fill: int = 0) -> Tensor:
     """Return a tensor [size] with `values` at the positions `index`, and `fill` elsewhere. `valid`: a mask of the
-    values to use; None: all."""
+    values to use. None: all."""
     if valid is not None:
         index = index.masked_fill(~valid, size)
     target = values.new_full((size + 1,), fill)

@@ -63,8 +63,9 @@ class Router(nn.Module):
             experts (DeepSeek-V3, section 2.1.2).
         topk_groups: the number of groups from which a token's experts are chosen.
         expert_bias: choose the experts by the sum of their scores and a buffer `expert_bias`. The weights do not
-            contain the bias. Call `update_bias` after each optimizer step (`weft.train` does): it changes the buffer so
-            that the load becomes balanced (auxiliary-loss-free balancing, arXiv:2408.15664). The buffer is always fp32.
+            contain the bias. Call `update_bias` after each optimizer step, as `weft.train` does. It changes the buffer
+            so that the load becomes balanced (auxiliary-loss-free balancing, arXiv:2408.15664). The buffer is always
+            fp32.
         aux_loss_coef: the coefficient of the balance loss of DeepSeek-V3 (equations 17 to 20). The loss of a sequence
             is the sum over experts of f * P. f is the expert's number of assignments (dropped ones included), divided
             by the mean of these numbers over experts. P is the expert's score, divided by the sum of the token's scores
@@ -72,10 +73,10 @@ class Router(nn.Module):
             rank's part of a sequence counts as a sequence.
         z_loss_coef: the coefficient of the z-loss, which is the mean of logsumexp(logits)^2 over tokens (ST-MoE,
             arXiv:2202.08906, equation 5).
-        capacity_factor: an expert accepts at most ceil(factor * seq * k / num_experts) assignments of a sequence: those
-            with the highest scores, and among equal scores the earlier ones. The others are dropped and contribute
-            nothing (GShard, arXiv:2006.16668). The limit is per sequence, so that the result does not depend on the
-            rest of the batch. Default: no limit.
+        capacity_factor: an expert accepts at most ceil(factor * seq * k / num_experts) assignments of a sequence. It
+            accepts those with the highest scores, and among equal scores the earlier ones. The others are dropped and
+            contribute nothing (GShard, arXiv:2006.16668). The limit is per sequence, so that the result does not depend
+            on the rest of the batch. Default: no limit.
         pad_to_capacity: add rows of zeros until each expert has as many rows as it accepts, so that shapes do not
             depend on the choice of experts. This option needs `capacity_factor`.
         source: the source of the initial weights.

@@ -41,8 +41,8 @@ class Visits:
 
     - `counts` [ranks] int64: the number of rows to each rank.
     - `permutation`: maps tokens to their rows. The rows are sorted by rank, then by token.
-    - `places` [tokens, k]: the place of each assignment among the slots of all rows: row * m + slot. Arbitrary for
-      dropped assignments.
+    - `places` [tokens, k]: the place of each assignment among the slots of all rows, which is row * m + slot. Arbitrary
+      for dropped assignments.
     - `kept` [tokens, k] bool: False for dropped assignments. None without a capacity.
     - `experts` [rows, m]: the number of the expert in each slot, counted from 0 on the expert's rank. Unused slots hold
       the number of experts per rank.

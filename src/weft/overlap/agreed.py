@@ -71,8 +71,9 @@ def agree_on_schedule(
     `what`: the schedule's name, or a description of the evaluation. `order`: everything that determines the order of
     exchanges (the table's entries and the options).
 
-    Return whether the dtypes of messages between stages may have changed: True in the model's first schedule, and if
-    compute dtypes on any rank of the pipeline have changed since the previous schedule. Without a pipeline: False.
+    Return whether the dtypes of messages between stages may have changed. The result is True in the model's first
+    schedule, and if compute dtypes on any rank of the pipeline have changed since the previous schedule. Without a
+    pipeline, it is False.
     """
     experts = _groups_of_experts(layers)
     if cut.group is None and not experts:

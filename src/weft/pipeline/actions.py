@@ -20,8 +20,8 @@ LOOP, V = "loop", "v"
 
 
 class Action(NamedTuple):
-    """The forward or backward of one microbatch through one chunk (stage) of a rank. `kind`: "F" (forward), "B"
-    (backward), or a part of a backward: "I" (gradients of inputs) or "W" (gradients of weights)."""
+    """The forward or backward of one microbatch through one chunk (stage) of a rank. `kind`: "F" is a forward, and "B"
+    a backward. "I" (gradients of inputs) and "W" (gradients of weights) are the parts of a backward."""
 
     kind: str
     microbatch: int

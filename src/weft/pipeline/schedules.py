@@ -48,9 +48,12 @@ def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> Tabl
 def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of 1F1B with several chunks on each rank.
 
-    A chunk is smaller than a rank's single stage in 1F1B, so the pipeline fills and drains faster. If all stages take
-    the same time, transfers take no time and there are at least as many microbatches as ranks, the idle time is that of
-    1F1B, divided by the number of chunks.
+    A chunk is smaller than a rank's single stage in 1F1B, so the pipeline fills and drains faster. The idle time is
+    that of 1F1B, divided by the number of chunks, if
+
+    - all stages take the same time,
+    - transfers take no time, and
+    - there are at least as many microbatches as ranks.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=0)
     return Table("interleaved", tuple(tuple(_apart(row)) for row in rows), chunks, microbatches)
@@ -88,8 +91,11 @@ def dualpipev(ranks: int, chunks: int, microbatches: int) -> Table:
 def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of ZB-V: stages form a V, and weight gradients fill times at which a rank would be idle.
 
-    If forwards, input gradients and weight gradients take equal time, transfers take no time, and there are at least
-    2 * `ranks` - 1 microbatches, no rank is idle between its first and its last entry.
+    No rank is idle between its first and its last entry if
+
+    - forwards, input gradients and weight gradients take equal time,
+    - transfers take no time, and
+    - there are at least 2 * `ranks` - 1 microbatches.
     """
     rows = [_zbv(ranks, rank, max(microbatches, 2 * ranks - 1)) for rank in range(ranks)]
     kept = [tuple(entry for entry in row if entry[0].microbatch < microbatches) for row in rows]
@@ -182,7 +188,7 @@ def _groups(ranks: int, microbatches: int) -> list[int]:
 
 def _alternating(warmup: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[Action | None, ...]]:
     """Return (F, B) tuples: first `warmup` forwards without a B, then pairs of a forward and a backward, and at the end
-    as many backwards without an F as there were forwards without a B.
+    backwards without an F. There are as many of these as forwards without a B.
 
     A group of microbatches goes through all chunks before the next group starts.
     """

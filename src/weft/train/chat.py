@@ -3,8 +3,9 @@
 A template is written in Jinja. It is the file `chat_template.jinja`, or `chat_template` in tokenizer_config.json.
 
 Text between {% generation %} and {% endgeneration %} counts as written by the assistant. For a template without these
-tags, a conversation is rendered twice for each message of the assistant: up to the generation prompt before the
-message, and up to the end of the message. The text that the second rendering adds is the assistant's.
+tags, a conversation is rendered twice for each message of the assistant. The first rendering ends with the generation
+prompt before the message, the second with the end of the message. The text that the second rendering adds is the
+assistant's.
 """
 
 import json

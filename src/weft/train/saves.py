@@ -30,7 +30,7 @@ class Saves:
     """Writes and loads the checkpoints of a run on disk, and copies of its state in host memory. All methods are
     collective.
 
-    `folder`: the folder of the checkpoints. `memory`: the folder of the copies; None: no copies. `state`: a function
+    `folder`: the folder of the checkpoints. `memory`: the folder of the copies. None: no copies. `state`: a function
     that returns the state to save. Raises ConfigError if `checkpoint.memory_every` is set and `memory` is None.
     """
 

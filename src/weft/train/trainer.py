@@ -33,9 +33,9 @@ Callback = Callable[["Trainer", dict[str, Any]], None]
 class Trainer(loop.Trainer):
     """Trains any module with the loop of `weft train`, which shards, logs, saves and resumes.
 
-    If your code and the kernels of the device are deterministic, a run that resumes with the same settings on the same
-    number of ranks equals an uninterrupted run bit for bit (up to rounding if `train.compile` and `train.peak_tflops`
-    are both set).
+    A run that resumes with the same settings on the same number of ranks equals an uninterrupted run bit for bit, if
+    your code and the kernels of the device are deterministic. If `train.compile` and `train.peak_tflops` are both set,
+    the runs are equal only up to rounding.
 
         trainer = weft.train.Trainer(
             model=build,  # an nn.Module, or a function that builds one, which is called on the meta device
@@ -64,9 +64,12 @@ class Trainer(loop.Trainer):
         optimizer: a function that takes the sharded model and returns its optimizer. Default: the optimizer of the
             configuration's table [optimizer].
         callbacks: a dictionary from an event to a function. At each event, all ranks call the function with the trainer
-            and a dictionary of numbers. The events are "start" before the first step; "step", "validation" and "save"
-            after each step, validation and save (which may not be committed yet); and "end" after the last step or a
-            stop. If you resume a run that is already complete, there are no events.
+            and a dictionary of numbers. If you resume a run that is already complete, there are no events. The events
+            are:
+
+            - "start": before the first step.
+            - "step", "validation", "save": after each step, validation or save. A save may not be committed yet.
+            - "end": after the last step or a stop.
         resume: True resumes the newest run named `run.name` that has a checkpoint. A path resumes the run in that
             directory. "or-start" is like True, but starts a new run if there is no checkpoint. False starts a new run,
             but is like True if the configuration sets `run.resume` to true.

@@ -10,9 +10,9 @@ what it has issued. From these states `rules` decides which ranks are stuck. For
 A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds stuck ranks asks all
 ranks to publish again, and uses only the answers.
 
-Without long waits, the detector costs a few assignments and a lock per wait, and a check every tenth of a second. Ranks
-that wait check more often during the `HASTE_S` seconds after a rank has joined a collective, because it will probably
-join more: one for each further unit that it skips.
+Without long waits, the detector costs a few assignments and a lock per wait, and a check every tenth of a second. A
+rank that has joined a collective will probably join more, one for each further unit that it skips. Therefore waiting
+ranks check more often during the `HASTE_S` seconds after a rank has joined one.
 """
 
 import atexit

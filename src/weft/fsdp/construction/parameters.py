@@ -94,10 +94,10 @@ class BlockAtomic:
 
 
 def cutting_of(parameter: nn.Parameter, name: str, choice: Any, recipe: Quantization | None) -> tuple[int, int]:
-    """Return the number of elements between possible cuts of `parameter` (with tensor parallelism: of this rank's
-    slice), and the dimension that is cut. No cut divides a block of `recipe`, unless the block is a whole matrix.
-    Raises ValueError if `choice`, the result of `shard_placement_fn`, is not supported or does not fit the shape or
-    `recipe`."""
+    """Return the number of elements between possible cuts of `parameter`, and the dimension that is cut. With tensor
+    parallelism, the cuts are in this rank's slice. No cut divides a block of `recipe`, unless the block is a whole
+    matrix. Raises ValueError if `choice`, the result of `shard_placement_fn`, is not supported or does not fit the
+    shape or `recipe`."""
     shape = tuple(local_of(parameter).shape)
     step, dim = _granularity(shape, name, choice)
     if recipe is not None and dim and not (recipe.kind == "tensorwise" and len(shape) == 2):

@@ -69,9 +69,13 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     usually at the end of the unit's backward.
 
     The buffer has the parameter's shape or, with tensor parallelism, the shape of this rank's slice. Its dtype is
-    `main_grads_dtype` if gradients of several backwards accumulate before they are reduced, or if `reduce_dtype` has a
-    smaller range than the computation's dtype (the range of bfloat16 is slightly smaller than that of float32).
-    Otherwise, it is `reduce_dtype`. For a parameter that is in no unit, the buffer is its `.grad`.
+    `reduce_dtype`, except in two cases, in which it is `main_grads_dtype`:
+
+    - Gradients of several backwards accumulate before they are reduced.
+    - `reduce_dtype` has a smaller range than the computation's dtype. The range of bfloat16 is slightly smaller than
+      that of float32.
+
+    For a parameter that is in no unit, the buffer is its `.grad`.
 
     `parameter`: the full parameter that forward used, or its sharded parameter. Raises ValueError for a frozen one.
     """

@@ -114,8 +114,8 @@ SCALED: dict[Any, Any] = {Linear: ScaledLinear, Grouped: ScaledGrouped}
 
 class Product(torch.autograd.Function):
     """A matrix product of the class `kind`, from `KINDS` or `SCALED`. `queue`: a list to which backward appends a
-    function that computes the weight gradient, or None: backward computes it. `beside`: the third operand (see the
-    table at the top of this file)."""
+    function that computes the weight gradient. If it is None, backward computes the gradient. `beside`: the third
+    operand (see the table at the top of this file)."""
 
     @staticmethod
     def forward(

@@ -213,8 +213,9 @@ class _File:
         path.write_bytes(b"")
 
     def takes(self, size: int, dtype: torch.dtype, most: int) -> bool:
-        """Return whether another tensor of `size` bytes fits into the file: all tensors together take at most `most`
-        bytes, the header has room, and the tensor is aligned without a gap before it (safetensors forbids gaps)."""
+        """Return whether another tensor of `size` bytes fits into the file. It fits if all tensors together take at
+        most `most` bytes, the header has room, and the tensor is aligned without a gap before it. safetensors forbids
+        gaps."""
         aligned = self.end % dtype.itemsize == 0
         return aligned and self.end + size <= most and self._header_bytes < self.HEADER_BYTES - 2000
 

@@ -36,7 +36,8 @@ class Family:
 
     - `fields`: maps names in config.json to (name in `HybridConfig`, the family's default). The values are copied.
     - `required`: fields of config.json, each with the only value that weft supports.
-    - `kept`: other fields of config.json that are accepted: `read` uses them, or the result does not depend on them.
+    - `kept`: other fields of config.json that are accepted. Either `read` uses them, or the result does not depend on
+      them.
     - `read`: returns the fields of `HybridConfig` that are computed from config.json. They replace copied fields.
     - `write`: returns the fields of config.json that are computed from a `HybridConfig`. They replace copied fields.
     - `outer`: maps weft's modules outside of layers to names on disk.

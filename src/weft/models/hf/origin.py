@@ -5,8 +5,8 @@ Among them are config.json, the tokenizer, the chat template and the generation 
 If the text model is part of a larger model, the weights of the other parts are not loaded. They are copied from the
 original directory when the model is saved in its original family.
 
-A training run keeps these files and the weights of the other parts in its folder `origin`, a directory in weft's own
-format that lacks the weights of the text model.
+A training run keeps these files and the weights of the other parts in its folder `origin`. This folder has weft's own
+format, but lacks the weights of the text model.
 """
 
 import dataclasses

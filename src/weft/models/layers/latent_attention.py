@@ -5,9 +5,10 @@ c, k_rope = W_kva x               a latent, and one rotated key that all heads s
 k, v      = W_kvb norm(c)         per head: the part of the key without rotation, and the value
 y         = W_o softmax(scale [q ; q_rope] [k ; k_rope]^T) v
 
-Decoding caches only norm(c) and k_rope. A decoding step does not compute keys and values from them: with
-W_kvb = [W_k; W_v] for each head, q (W_k norm(c)) = (W_k^T q) norm(c), and the output is W_v (softmax(...) norm(c)). The
-cost of a step grows with T x kv_lora_rank for each head.
+Decoding caches only norm(c) and k_rope. A decoding step does not compute keys and values from them. For each
+head, let W_kvb = [W_k; W_v]. The product of q and a key, without the rotated parts, is
+q (W_k norm(c)) = (W_k^T q) norm(c). The output is W_v (softmax(...) norm(c)). The cost of a step grows with
+T x kv_lora_rank for each head.
 
 If an adapter wraps W_kvb, a step computes all keys and values instead.
 """

@@ -92,8 +92,8 @@ def load_corpus(
     Several processes may call this function at the same time with the same cache.
 
     The validation text is in `data.validation_paths`. If these are empty, about the fraction `data.validation_fraction`
-    of the text is held out, the same part for every seed: whole documents, pieces of large files of the kind "text",
-    or the end of each token file.
+    of the text is held out. The same part is held out for every seed. It consists of whole documents, pieces of large
+    files of the kind "text", or the end of each token file.
 
     - `say`: a function that is called with each line to print.
     - `runs`: the folder of all runs. Files in it, and in the cache folder, are not part of the text.

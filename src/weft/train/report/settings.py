@@ -18,8 +18,11 @@ ALWAYS = {
 
 
 def in_use(text: str) -> str:
-    """Reduce a complete configuration in TOML to the settings that a report shows: those in `ALWAYS`, the sizes of the
-    kinds of layers in the pattern (and of no others), and other settings that differ from their defaults.
+    """Reduce a complete configuration in TOML to the settings that a report shows:
+
+    - the settings in `ALWAYS`
+    - the sizes of the kinds of layers in the pattern, but of no other kinds
+    - other settings that differ from their defaults
 
     Text that is not TOML is returned unchanged.
     """

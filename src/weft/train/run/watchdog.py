@@ -13,8 +13,8 @@ for longer than the limit asks all others what they are doing, and concludes:
 The first rank that knows the cause of a hang sends the cause to the other ranks, so that all print the same line. A
 rank that fails sends the cause of its failure too.
 
-The watchdog is a thread that does not use the job's store: if the host of the store is stopped, a request to the store
-never returns, and the watchdog must end the process even then. The hang detector (`weft.comm.watch`), which tells the
+The watchdog is a thread that does not use the job's store. If the host of the store is stopped, a request to the store
+never returns, but the watchdog must end the process even then. The hang detector (`weft.comm.watch`), which tells the
 watchdog what a rank waits for, is another thread. It does use the store, because it also works outside of runs, where
 ranks have no other connection.
 """

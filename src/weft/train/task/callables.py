@@ -15,8 +15,11 @@ def check_callable(
 ) -> None:
     """Raise ConfigError if `value` cannot be called with positional arguments and the keyword arguments `options`.
 
-    For the message: `arguments`, a name for each positional argument; `name`, the trainer's argument or the setting
-    that has this value; `wanted`, a description of a correct value.
+    For the message:
+
+    - `name`: the trainer's argument or the setting that has this value.
+    - `arguments`: a name for each positional argument.
+    - `wanted`: a description of a correct value.
     """
     if not callable(value):
         raise ConfigError(f"{name}: {told(value)} cannot be called; give {wanted}")
