@@ -378,7 +378,6 @@ def test_runtime_options_are_checked(option, said):
     "option, said",
     [
         ({"separate_all_gather_group": "yes"}, ["separate_all_gather_group='yes'", "True or False"]),
-        ({"separate_all_gather_group": []}, ["separate_all_gather_group=[]", "True or False"]),
         ({"check_collectives": "no"}, ["check_collectives='no'", "True or False"]),
         ({"max_live_reduce_buffers": 1.5}, ["max_live_reduce_buffers=1.5", "an int"]),
         ({"max_live_reduce_buffers": True}, ["max_live_reduce_buffers=True", "an int"]),

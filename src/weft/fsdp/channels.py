@@ -60,7 +60,7 @@ class Channels:
         """Choose the communicators for gathers over `groups`, the model's process groups. Collective unless `choice`
         is False.
 
-        - `choice=False`: `groups` themselves.
+        - `choice=False`, or an empty list: `groups` themselves.
         - `choice=True`: a second communicator for each of `groups`, which all models share.
         - A list of second communicators: each belongs to the one of `groups` with the same ranks in the same order.
           For the remaining `groups`, as with True. Raises ValueError if a communicator in the list matches none of

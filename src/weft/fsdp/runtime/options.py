@@ -68,8 +68,7 @@ class RuntimeOptions:
             raise TypeError(f"check_collectives={self.check_collectives!r}: choose True or False")
         separate = self.separate_all_gather_group
         if not isinstance(separate, bool):
-            listed = isinstance(separate, Sequence) and len(separate) > 0
-            if not listed or not all(isinstance(each, ProcessGroup) for each in separate):
+            if not isinstance(separate, Sequence) or not all(isinstance(each, ProcessGroup) for each in separate):
                 raise TypeError(
                     f"separate_all_gather_group={separate!r}: choose True or False, or pass a list of process groups"
                 )
