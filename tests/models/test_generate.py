@@ -28,6 +28,12 @@ def test_the_best_tokens_are_those_of_full_forwards():
     assert first(model, 12, temperature=0) == tokens[0, 10:].tolist()
 
 
+def test_no_prompts_have_no_continuations_and_an_empty_prompt_is_named():
+    assert list(continuations(small(), [], most=4)) == []
+    with pytest.raises(ValueError, match="prompt 1 has no tokens"):
+        next(continuations(small(), [[1], []], most=4))
+
+
 def test_a_text_is_continued_on_the_device_of_the_model_whatever_the_default_device():
     model, greedy = small(), Sampling(temperature=0)
     expected = list(continuations(model, [[1, 2, 3], [4]], most=4, sampling=greedy))

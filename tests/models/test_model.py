@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -184,6 +185,23 @@ def test_resetting_a_module_brings_its_initial_weights_back():
                 torch.nn.init.zeros_(weight)
             module.reset_parameters()
     assert_same_weights(model, start)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_the_model_with_the_marks_of_its_parameters(copied):
+    model = seeded(small("MGKP[*E]/[*E]", num_experts=4, expert_bias=True, tie_word_embeddings=True))
+    again = copied(model)
+    assert_same_weights(again, model)
+    marks = [vars(parameter) for parameter in model.parameters()]
+    assert any(marks) and [vars(parameter) for parameter in again.parameters()] == marks
+    tokens, labels = batch(model.cfg)
+    assert torch.equal(again(tokens, labels=labels), model(tokens, labels=labels))
+    torch.nn.init.zeros_(again.embedding.weight)
+    assert model.embedding.weight.count_nonzero()
+    for module in again.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert_same_weights(again, model)
 
 
 def test_steps_of_mamba_begin_between_their_bounds_and_not_below_the_floor():

@@ -42,6 +42,16 @@ def test_the_grouped_product_equals_the_loop(counts, dtype):
         assert_close(gradient, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_experts_compute_the_same_in_every_dtype(dtype):
+    torch.manual_seed(1)
+    module = GroupedExperts(4, 16, 24).to(dtype)
+    rows, offsets = torch.randn(10, 16, dtype=dtype), torch.tensor([3, 4, 8, 10], dtype=torch.int32)
+    expected = module(rows, offsets)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(module, backend="eager")(rows, offsets), expected)
+
+
 ACTS = {"silu": lambda gate, up: F.silu(gate) * up, "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up}
 
 

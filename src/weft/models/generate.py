@@ -106,13 +106,16 @@ def continuations(
 
     A continuation ends at a token of `ends`, which is not yielded, or after `most` tokens. A step in which every entry
     is None is not yielded. The iterator ends when all continuations have ended. `options`: keyword arguments of
-    `generate`, with tensors on the device of the model's parameters.
+    `generate`, with tensors on the device of the model's parameters. The first step raises `ValueError` for a prompt
+    without tokens.
     """
     lengths = [len(prompt) for prompt in prompts]
+    if not all(lengths):
+        raise ValueError(f"prompt {lengths.index(0)} has no tokens: begin it with one, such as the first of every text")
     padded = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts]
     tokens = torch.tensor(padded, dtype=torch.int64, device=next(model.parameters()).device)
     left = [most] * len(prompts)
-    if most < 1:
+    if most < 1 or not prompts:
         return
     for chosen in generate(model, tokens, lengths=lengths, **options):
         step: list[int | None] = []

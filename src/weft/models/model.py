@@ -1,6 +1,7 @@
 """The hybrid language model."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -111,6 +112,15 @@ class HybridModel(nn.Module):
             parameter = module._parameters[name]
             vars(parameter).update(attributes)
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HybridModel":
+        """Copy the model as `nn.Module` does, but keep the attributes of parameters, such as the mark of `keep_dtype`,
+        which torch drops."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        vars(made).update(deepcopy(vars(self), memo))
+        for before, after in zip(self.parameters(), made.parameters()):
+            vars(after).update(vars(before))
+        return made
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:

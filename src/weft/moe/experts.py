@@ -217,7 +217,14 @@ def leaves_zeros(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:  # compilers know the operator in bf16 only
+        return _outside_of_graphs(rows, weight, offsets)
     return F.grouped_mm(rows.contiguous(), weight, offs=offsets)
+
+
+@torch.compiler.disable
+def _outside_of_graphs(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return _grouped(rows, weight, offsets)
 
 
 def _owners(rows: Tensor, offsets: Tensor) -> Tensor:

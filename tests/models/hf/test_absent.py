@@ -62,6 +62,19 @@ def test_the_base_and_the_fraction_of_a_rotation_may_be_in_the_older_fields(kind
         assert differences(ours, theirs) == []
 
 
+PARTS = {"glm4_moe": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_fraction_that_is_null_is_no_absent_one(kind):
+    family, name = FAMILIES[kind]
+    raw = {each: value for each, value in full_text_of(config(name)).items() if not each.startswith("rope_")}
+    absent = family.config({each: value for each, value in raw.items() if each != "partial_rotary_factor"})
+    null = {**raw, "partial_rotary_factor": None}
+    assert (absent.partial_rotary_factor, family.config(null).partial_rotary_factor) == (PARTS[kind], 1.0)
+    assert CONFIG_MAPPING[kind].from_dict(null).rope_parameters.get("partial_rotary_factor") is None  # whole heads
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_release_without_one_of_its_fields_is_refused_or_means_what_it_means_to_transformers(kind):

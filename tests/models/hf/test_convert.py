@@ -8,16 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.models.hf.families import CASES, KINDS
+from tests.models.hf.released import FAMILIES as RELEASES
+from tests.models.hf.released import config as released
 from weft.cli import main
 from weft.errors import ConversionError
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.hf import places
 from weft.models.hf.directory import TensorFiles, TensorWriter
 from weft.models.hf.families import FAMILIES
+from weft.models.hf.spelling import text_of
 
 
 def tensors(directory):
@@ -137,6 +141,46 @@ def test_a_field_that_changes_the_result_and_is_not_supported_is_named(there, ch
         hf.config_of(there)
 
 
+HELD = {
+    "falcon_h1": {"pattern": "[P-][P-]", "mamba_norm": "none", "mamba_num_heads": 4, "mamba_head_dim": 8},
+    "gemma3_text": {
+        "qk_norm": "head",
+        "norm_order": "both",
+        "zero_centered_norm": True,
+        "hidden_act": "gelu_tanh",
+        "embedding_multiplier": 32**0.5,
+        "embedding_multiplier_rounded": True,
+    },
+    "granite": {"residual_multiplier": 0.5},
+    "granitemoe": {"pattern": "[*E]", "num_experts": 4},
+    "granitemoehybrid": {"pattern": "[*-][M-]", "rope_theta": 0.0, "mamba_num_heads": 4, "mamba_head_dim": 16},
+    "gpt_oss": {
+        "pattern": "[*E]",
+        "num_experts": 4,
+        "hidden_act": "clamped_swiglu",
+        "attention_sinks": True,
+        "experts_bias": True,
+        "router_bias": True,
+    },
+    "olmo3": {"qk_norm": "full", "norm_order": "post"},
+}
+"""Models without what weft's fields may leave open (a head's width, a scale, a window) and transformers' may not."""
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_what_a_configuration_leaves_open_is_written_as_transformers_needs_it(tmp_path, kind):
+    sizes = {"pattern": "[*-][*-]", "vocab_size": 61, "hidden_size": 32, "moe_intermediate_size": 16, "chunk_size": 8}
+    cfg = HybridConfig(**{**sizes, **HELD[kind]})
+    torch.manual_seed(0)
+    model = HybridModel(cfg).eval()
+    hf.save(model, tmp_path, kind)
+    assert not hf.differences(cfg, hf.config_of(tmp_path))
+    tokens = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+        assert_close(loaded(input_ids=tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
+
+
 OLDER = {
     "llama": ("yarn", {"rope_parameters": None, "rope_theta": 100.0, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
     "nemotron_h": ("plain", {"layers_block_type": None, "hybrid_override_pattern": "ME*-"}),
@@ -171,6 +215,65 @@ def test_a_model_that_no_family_can_hold_is_refused_with_the_reasons(options, me
         hf.family_for(HybridConfig(**options))
     named = [name for name in FAMILIES if re.search(rf"\b{name}\b", str(error.value))]
     assert len(named) == 3 and f"the nearest of {len(FAMILIES)}: " in str(error.value)
+
+
+NOT_READ = {
+    "gemma3_text": ({"attention_scale": 0.3}, r"query_pre_attn_scalar=11\.1111 must be a whole number"),
+    "granite": ({"hidden_act": "relu2"}, r"granite cannot hold hidden_act='relu2' \(it has 'silu'\)"),
+    "kimi_linear": ({"tie_word_embeddings": True}, r"cannot hold tie_word_embeddings=True \(it has False\)"),
+    "llama": ({"hidden_act": "gelu_tanh"}, r"llama cannot hold hidden_act='gelu_tanh' \(it has 'silu'\)"),
+    "nemotron_h": ({"shared_expert_intermediate_size": 0}, "cannot hold shared_expert_intermediate_size=0"),
+    "phi3": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'longrope' only, not 'linear'"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_READ)
+def test_what_transformers_would_misread_is_refused(kind):
+    changes, message = NOT_READ[kind]
+    family, name = RELEASES[kind]
+    cfg = dataclasses.replace(family.config(text_of(released(name))), **changes)
+    with pytest.raises(ConversionError, match=message):
+        hf.family_for(cfg, kind)
+
+
+def adapted(model):
+    model.decoder.layers[0].mixer.out_proj.lora_A = torch.nn.Linear(2, 2)
+
+
+def parametrized(model):
+    parametrize.register_parametrization(model.decoder.layers[1].mlp.experts, "up_proj", torch.nn.Identity())
+
+
+def enlarged(model):
+    model.output_layer.weight = torch.nn.Parameter(torch.zeros(70, model.cfg.hidden_size))
+
+
+def shortened(model):
+    del model.decoder.layers[1]
+
+
+@pytest.mark.parametrize("change", [adapted, parametrized, enlarged, shortened])
+def test_tensors_that_a_configuration_does_not_describe_are_named(there, tmp_path, change):
+    model = hf.from_pretrained(there)
+    change(model)
+    with pytest.raises(ConversionError, match=r"differ in (decoder\.layers\.|output_layer)\S*.*: merge adapters"):
+        hf.save(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    with pytest.raises(ConversionError, match="the model and its configuration differ in"):
+        hf.load(model, there)
+
+
+def test_compiled_layers_are_saved_and_a_module_around_a_model_is_refused(there, tmp_path):
+    model = hf.from_pretrained(there)
+    for around in (torch.compile(model), torch.nn.DataParallel(model)):
+        for use in (hf.save, hf.load):
+            with pytest.raises(TypeError, match=r"got a (OptimizedModule|DataParallel): pass the HybridModel"):
+                use(around, tmp_path / "saved")
+    for number, layer in enumerate(model.decoder.layers):
+        model.decoder.layers[number] = torch.compile(layer)
+    hf.save(model, tmp_path / "saved")
+    before, after = tensors(there), tensors(tmp_path / "saved")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_directory_of_another_model_is_refused(there):

@@ -17,7 +17,7 @@ from tests.models.hf.released import config, make, tensors
 from weft.errors import ConversionError
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.hf.directory import DTYPES, TensorWriter
-from weft.models.hf.spelling import full_text_of
+from weft.models.hf.spelling import full_text_of, text_of
 from weft.models.layers.rotary import frequencies
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -136,6 +136,13 @@ def test_gemma_3_with_images_is_read_and_everything_is_written_as_it_came(tmp_pa
         assert all(torch.equal(written[each], tensor) for each, tensor in found.items())
     again = Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "again", dtype=torch.float32).eval()
     assert_close(again(input_ids=TOKENS).logits, expected, **CLOSE)
+    larger = grown(model, 3)
+    hf.save(larger, tmp_path / "larger")
+    again, report = Gemma3ForConditionalGeneration.from_pretrained(
+        tmp_path / "larger", dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert_close(again.eval()(input_ids=TOKENS).logits[..., :-3], expected, **CLOSE)
 
 
 def test_tensors_of_every_dtype_are_written_as_they_came(tmp_path):
@@ -326,6 +333,41 @@ def with_company(directory):
     fast.save_pretrained(directory)
     fields = {"eos_token_id": [7, 11], "bos_token_id": 1, "do_sample": False, "max_new_tokens": 40}
     (directory / "generation_config.json").write_text(json.dumps(fields))
+
+
+def grown(model, rows):
+    """A copy of a model that has `rows` more tokens, and what the model came with."""
+    larger = HybridModel(dataclasses.replace(model.cfg, vocab_size=model.cfg.vocab_size + rows)).eval()
+    state = larger.state_dict()
+    for name, tensor in model.state_dict().items():
+        state[name][: len(tensor)] = tensor
+    larger.origin = model.origin
+    return larger
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3-bf16", "mixtral-8x7b-v0.1", "phi-3-mini-128k-instruct", "qwen3.5-0.8b"])
+def test_a_change_of_the_configuration_is_all_that_changes_in_the_original_file(tmp_path, name):
+    theirs = make(name, tmp_path / "theirs")
+    hf.save(grown(hf.from_pretrained(tmp_path / "theirs"), 3), tmp_path / "larger")
+    before, after = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("theirs", "larger"))
+    assert after.keys() - {"dtype"} == before.keys() - {"dtype"}
+    before, after = text_of(before), text_of(after)
+    changed = {each for each in before | after if before.get(each) != after.get(each) and before.get(each) is not None}
+    assert changed - {"dtype", "torch_dtype"} == {"vocab_size"}
+    logits = AutoModelForCausalLM.from_pretrained(tmp_path / "larger", dtype=torch.float32)(input_ids=TOKENS).logits
+    assert_close(logits[..., :-3], theirs(input_ids=TOKENS).logits, **CLOSE)
+
+
+def test_a_change_that_an_older_field_would_hide_is_written_in_its_place(tmp_path):
+    KINDS["llama"].make().save_pretrained(tmp_path / "theirs")
+    older = {"rope_parameters": None, "rope_theta": 100.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    rewrite(tmp_path / "theirs", max_position_embeddings=4321, **older)
+    model = hf.from_pretrained(tmp_path / "theirs")
+    model.cfg = dataclasses.replace(model.cfg, rope_scaling={"rope_type": "linear", "factor": 4.0})
+    hf.save(model, tmp_path / "longer")
+    assert hf.config_of(tmp_path / "longer") == model.cfg
+    raw = json.loads((tmp_path / "longer" / "config.json").read_text())
+    assert raw["max_position_embeddings"] == 4321 and "rope_scaling" not in raw
 
 
 def test_what_a_model_came_with_goes_into_another_family_as_far_as_it_has_meaning_there(tmp_path):

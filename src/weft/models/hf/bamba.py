@@ -70,7 +70,7 @@ def write_limits(cfg: HybridConfig) -> Raw:
 def read(raw: Raw) -> Raw:
     """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     layers, attention = raw.get("num_hidden_layers", 32), raw.get("attn_layer_indices") or ()
-    ours = rope.read({**raw, "partial_rotary_factor": None}, partial=0.5)
+    ours = rope.read({**raw, "partial_rotary_factor": 0.5}, partial=0.5)
     part = ours["partial_rotary_factor"]
     if raw.get("partial_rotary_factor") not in (None, part):
         raise ConversionError(

@@ -28,6 +28,8 @@ Table = Mapping[str, str | Bound]
 
 OUTER = {"embedding": "model.embed_tokens", "decoder.final_layernorm": "model.norm", "output_layer": "lm_head"}
 REQUIRED = {"attention_dropout": 0.0}
+UNUSED_WINDOW = 4096
+"""The `sliding_window` of a config.json in which no layer has a window. Some models of transformers need a number."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Family:
 
     - `fields`: maps names in config.json to (name in `HybridConfig`, the family's default). The values are copied.
     - `required`: fields of config.json, each with the only value that weft supports.
+    - `activation`: the field of config.json with the activation of MLPs, and its only value.
     - `kept`: other fields of config.json that are accepted. Either `read` uses them, or the result does not depend on
       them.
     - `read`: returns the fields of `HybridConfig` that are computed from config.json. They replace copied fields.
@@ -59,6 +62,7 @@ class Family:
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     symbols_per_layer: int = 2
     required: Mapping[str, Any] = field(default_factory=dict)
+    activation: tuple[str, str] = ("hidden_act", "silu")
     kept: frozenset[str] = frozenset()
     depths: Depths | None = None
     memory: tuple[tuple[str, str], ...] = ()
@@ -77,7 +81,7 @@ class Family:
             raise ConversionError(
                 f"quantization_config: the weights are quantized by {method!r}; use unquantized weights"
             )
-        required = {**REQUIRED, **self.required}
+        required = self._required()
         for name, value in required.items():
             if raw.get(name, value) != value:
                 raise ConversionError(f"{name}={raw[name]!r}: weft's {self.model_type} has {value!r} only")
@@ -100,6 +104,9 @@ class Family:
             part = f"[{symbols}]" if self.symbols_per_layer == 2 else symbols
             return dataclasses.replace(cfg, pattern=cfg.pattern + f"/{part}" * count)
 
+    def _required(self) -> Raw:
+        return dict([*REQUIRED.items(), self.activation, *self.required.items()])
+
     @contextmanager
     def _reading(self) -> Iterator[None]:
         """A context that raises `ConversionError` for fields of config.json that do not describe a model."""
@@ -114,9 +121,9 @@ class Family:
     def raw(self, cfg: HybridConfig) -> Raw:
         """Return this family's config.json for `cfg`. Raises `ConversionError` if the family cannot represent `cfg`."""
         self._check_symbols(cfg)
-        theirs = {name: getattr(cfg, ours) for name, (ours, _) in self.fields.items()}
+        theirs = {name: plain(cfg, ours) for name, (ours, _) in self.fields.items()}
         theirs = {"architectures": [self.architecture], "model_type": self.model_type} | theirs
-        theirs |= {**REQUIRED, **self.required, **self.write(cfg)}
+        theirs |= {**self._required(), **self.write(cfg)}
         if cfg.parsed.depths and self.depths is not None:
             theirs[self.depths.counted] = cfg.parsed.depths
         again = self.config(theirs, self.projections(cfg))
@@ -268,7 +275,7 @@ def written_windows(cfg: HybridConfig) -> Raw:
     """Return `sliding_window` and `layer_types` of the config.json for `cfg`: the inverse of `windows_of`."""
     windows = [cfg.window_of(number) for number in range(flat(cfg).count("*"))]
     return {
-        "sliding_window": cfg.sliding_window,
+        "sliding_window": cfg.sliding_window or UNUSED_WINDOW,
         "layer_types": [FULL if each is None else SLIDING for each in windows],
     }
 
@@ -297,10 +304,13 @@ def differences(cfg: HybridConfig, other: HybridConfig) -> list[str]:
 
 
 def plain(cfg: HybridConfig, name: str) -> Any:
-    """Return the value of field `name` in a normal form: equivalent values of `pattern`, `windowed` and `head_dim` have
-    the same form."""
+    """Return the value of field `name` in a normal form: equivalent values of `pattern`, `windowed`, `head_dim` and
+    `attention_scale` have the same form."""
     if name == "pattern":
         return cfg.parsed.symbols
     if name == "windowed":
         return [cfg.window_of(number) for number in range(flat(cfg).count("*"))]
+    if name == "attention_scale" and cfg.attention_scale is None:
+        width = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim if "+" in cfg.pattern else cfg.attention_head_dim
+        return width**-0.5
     return cfg.attention_head_dim if name == "head_dim" else getattr(cfg, name)

@@ -33,10 +33,15 @@ def read(raw: Raw) -> Raw:
 def write(cfg: HybridConfig) -> Raw:
     """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
     scalar = (cfg.attention_scale or cfg.attention_head_dim**-0.5) ** -2
+    if not math.isclose(scalar, round(scalar)):
+        raise ConversionError(
+            f"gemma3_text cannot hold attention_scale={cfg.attention_scale}: query_pre_attn_scalar={scalar:g} must be "
+            f"a whole number"
+        )
     return {
         "num_hidden_layers": len(flat(cfg)) // 2,
         "attention_bias": cfg.attention_bias == "all",
-        "query_pre_attn_scalar": round(scalar) if math.isclose(scalar, round(scalar)) else scalar,
+        "query_pre_attn_scalar": round(scalar),
         **rope.write_by_layer_type(cfg),
         **written_windows(cfg),
     }
@@ -62,11 +67,8 @@ GEMMA3 = Family(
     },
     read=read,
     write=write,
-    required={
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
+    required={"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
     kept=frozenset(
         {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern", "use_bidirectional_attention"}
     ),

@@ -63,7 +63,7 @@ GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     tensors={"*": {**ATTENTION, "sinks": "self_attn.sinks"}, "E": EXPERTS},
     fields={
-        **{theirs: field for theirs, field in COMMON.items() if theirs != "hidden_act"},
+        **COMMON,
         "vocab_size": ("vocab_size", 201088),
         "hidden_size": ("hidden_size", 2880),
         "num_attention_heads": ("num_attention_heads", 64),
@@ -78,6 +78,5 @@ GPT_OSS = Family(
     },
     read=read,
     write=write,
-    required={"hidden_act": "silu"},
     kept=frozenset({"initial_context_length", "experts_per_token"}),
 )

@@ -1,6 +1,5 @@
 """Granite 3: Llama with four multipliers, dense or with experts."""
 
-from weft.models.config import HybridConfig
 from weft.models.hf import llama
 from weft.models.hf.family import Family, Raw, Table
 from weft.models.hf.granite_hybrid import EXPERTS
@@ -20,18 +19,13 @@ def read_moe(raw: Raw) -> Raw:
     return {**llama.read(raw), "pattern": "[*E]" * raw.get("num_hidden_layers", 32)}
 
 
-def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
-    return {**llama.write(cfg), "head_dim": cfg.attention_head_dim}
-
-
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
     tensors={"*": ATTENTION, "-": MLP},
     fields={**LLAMA.fields, **MULTIPLIERS},
     read=llama.read,
-    write=write,
+    write=llama.write,
 )
 GRANITE_MOE = Family(
     model_type="granitemoe",
@@ -48,5 +42,5 @@ GRANITE_MOE = Family(
         "num_experts_per_tok": ("num_experts_per_tok", 2),
     },
     read=read_moe,
-    write=write,
+    write=llama.write,
 )

@@ -157,6 +157,7 @@ KIMI_LINEAR = Family(
         "use_grouped_topk": True,
         "num_nextn_predict_layers": 0,
         "rope_scaling": None,
+        "tie_word_embeddings": False,
     },
     kept=frozenset(
         (

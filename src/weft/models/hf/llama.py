@@ -16,7 +16,6 @@ COMMON = {
     "hidden_size": ("hidden_size", 4096),
     "num_attention_heads": ("num_attention_heads", 32),
     "pad_token_id": ("pad_token_id", None),
-    "hidden_act": ("hidden_act", "silu"),
     "tie_word_embeddings": ("tie_word_embeddings", False),
 }
 

@@ -55,7 +55,6 @@ MAMBA2 = Family(
     read=read,
     write=write,
     symbols_per_layer=1,
-    required={"hidden_act": "silu"},
     kept=frozenset(
         (
             *("intermediate_size", "layer_types", "norm_before_gate", "rescale_prenorm_residual", "residual_in_fp32"),

@@ -21,7 +21,7 @@ def read(raw: Raw) -> Raw:
 
 def write(cfg: HybridConfig) -> Raw:
     """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
-    return {"num_hidden_layers": len(flat(cfg)) // 2, "head_dim": cfg.attention_head_dim, **rope.write(cfg)}
+    return {"num_hidden_layers": len(flat(cfg)) // 2, **rope.write(cfg)}
 
 
 MIXTRAL = Family(

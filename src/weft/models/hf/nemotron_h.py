@@ -39,6 +39,7 @@ def read(raw: Raw) -> Raw:
         "pattern": "".join(SYMBOLS[name] for name in blocks) if blocks else raw["hybrid_override_pattern"],
         "time_step_limit_min": raw.get("time_step_min", 0.001),  # the file's time_step_limit has no effect
         "rope_theta": 0.0,
+        "hidden_act": "relu2",
         "router_score": "sigmoid",
         "expert_bias": True,
     }
@@ -57,6 +58,11 @@ def of_a_depth(raw: Raw) -> str:
 
 def write(cfg: HybridConfig) -> Raw:
     """Return the fields of config.json that are computed from `cfg` (see `Family`)."""
+    if "E" in cfg.pattern and not cfg.shared_expert_intermediate_size:
+        raise ConversionError(
+            "nemotron_h cannot hold shared_expert_intermediate_size=0: transformers reads a width of 0 as the width of "
+            "the dense MLP"
+        )
     return {
         "layers_block_type": [NAMES[symbol] for symbol in flat(cfg)],
         "time_step_min": cfg.time_step_limit_min,
@@ -91,7 +97,6 @@ NEMOTRON_H = Family(
         "num_key_value_heads": ("num_key_value_heads", 8),
         "head_dim": ("head_dim", 128),
         "intermediate_size": ("intermediate_size", 21504),
-        "mlp_hidden_act": ("hidden_act", "relu2"),
         "mlp_bias": ("mlp_bias", False),
         "ssm_state_size": ("ssm_state_size", 128),
         "mamba_num_heads": ("mamba_num_heads", 128),
@@ -118,6 +123,7 @@ NEMOTRON_H = Family(
     read=read,
     write=write,
     symbols_per_layer=1,
+    activation=("mlp_hidden_act", "relu2"),
     required={
         "hidden_dropout": 0.0,
         "mamba_hidden_act": "silu",

@@ -63,16 +63,35 @@ class Origin:
     def config_json(self, family: Family, cfg: HybridConfig, described_here: Raw) -> Raw:
         """Return the config.json to write for `cfg` in `family`.
 
-        `described_here`: a new config.json for `cfg`. If the original config.json is of this family and describes
-        `cfg`, return a copy of the original. If not, return `described_here` and add fields of the original to it:
-        those that `described_here` lacks and that have the same meaning in every family.
+        `described_here`: a new config.json for `cfg`. If the original config.json is of this family, return a copy of
+        it in which the fields that describe the differences between the original model and `cfg` are those of
+        `described_here`. If not, return `described_here` and add fields of the original to it: those that
+        `described_here` lacks and that have the same meaning in every family.
         """
-        if family.model_type == self.family:
-            again = family.config(full_text_of(self.raw), family.projections(cfg), self.ignored)
-            if not differences(cfg, again):
-                return deepcopy(self.raw)
-        kept = {name: value for name, value in text_of(self.raw).items() if name in OF_ANY}
-        return {**kept, **described_here}
+        theirs = text_of(self.raw)
+        new = {name: value for name, value in theirs.items() if name in OF_ANY} | described_here
+        if family.model_type != self.family:
+            return new
+        original = family.config(full_text_of(self.raw), family.projections(cfg), self.ignored)
+        if not differences(cfg, original):
+            return deepcopy(self.raw)
+        before = family.raw(original)
+        gone = before.keys() - described_here.keys()
+        changed = {name: value for name, value in described_here.items() if before.get(name, gone) != value}
+        same = {name: described_here.get(name) if value is None else value for name, value in theirs.items()}
+        raw = self._around({name: value for name, value in same.items() if name not in gone} | changed, changed)
+        try:
+            fits = not differences(cfg, family.config(full_text_of(raw), family.projections(cfg), self.ignored))
+        except ConversionError:
+            fits = False
+        return raw if fits else self._around(new, changed)  # for example, an older field may hide a changed one
+
+    def _around(self, text: Raw, changed: Raw) -> Raw:
+        """Return a copy of the original config.json with `text` as its text model. If the text model is part of a
+        larger model, fields outside of it that repeat a `changed` field change too."""
+        if text_of(self.raw) is self.raw:
+            return text
+        return {**self.raw, **{name: changed[name] for name in changed.keys() & self.raw.keys()}, "text_config": text}
 
     def write_files(self, target: Path) -> None:
         """Write `files` to the directory `target`. A file that already exists there is not changed."""

@@ -1,5 +1,6 @@
 """Phi-3 (arXiv:2404.14219) and Phi-4: Llama with one matrix for queries, keys and values, and one for gate and up."""
 
+from weft.errors import ConversionError
 from weft.models.config import HybridConfig
 from weft.models.hf import llama, rope
 from weft.models.hf.family import Bound, Family, Raw
@@ -32,6 +33,8 @@ def half(number: int) -> Bound:
 def read(raw: Raw) -> Raw:
     """Return the fields of `HybridConfig` that are computed from the config.json `raw` (see `Family`)."""
     ours = rope.read({"original_max_position_embeddings": 4096, **raw}, partial=1.0)
+    if (scaling := ours["rope_scaling"]) is not None and scaling["rope_type"] != "longrope":
+        raise ConversionError(f"phi3 has the rope_type 'longrope' only, not {scaling['rope_type']!r}")
     return {**llama.read({**raw, "rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": None}), **ours}
 
 

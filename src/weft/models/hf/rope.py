@@ -35,7 +35,7 @@ def of_table(table: Any, raw: Raw, theta: float, partial: float | None = None, u
     kind = "longrope" if kind == "su" else kind  # longrope's name in its first releases
     given.pop("type", None)
     base = given.pop("rope_theta", None) or raw.get("rope_theta") or theta
-    part = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or partial or 1.0
+    part = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor", partial) or 1.0
     for name, value in (("rope_theta", base), ("partial_rotary_factor", part)):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConversionError(f"{name}={value!r}: must be a number")

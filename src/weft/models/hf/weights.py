@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
+from weft.checkpoint.state import plain_name
 from weft.comm.groups import broadcast_object
 from weft.errors import ConversionError
 from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorWriter, make_directory, write_json
 from weft.models.hf.families import config_of, family_for, opened
-from weft.models.hf.family import differences
+from weft.models.hf.family import differences, shapes_of
 from weft.models.hf.fields import Raw
 from weft.models.hf.origin import BESIDE, origin_of
 from weft.models.hf.places import Place, Same, write
@@ -31,17 +32,17 @@ def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] 
     Weights keep the dtype that they have in `model`. The other files (config.json, tokenizer, generation settings) are
     kept as `model.origin`. `ignored`: unknown fields of config.json to ignore.
 
-    Raises `ConfigError` if the directory does not exist. Raises `ConversionError` if the directory holds a model of
-    another configuration, lacks a tensor of the model, or has an unknown tensor. Also raises it for a tensor of another
-    shape, and for a weight that is not fp64, fp32, fp16 or bf16. In all these cases, no weight has been filled. If
-    copies of one tensor differ, `ConversionError` may be raised after some weights have been filled.
+    Raises `ConfigError` if the directory does not exist, and `TypeError` if `model` is not a `HybridModel`. Raises
+    `ConversionError` if the directory holds a model of another configuration, lacks a tensor of the model, or has an
+    unknown tensor. Also raises it for a tensor of another shape, for a weight that is not fp64, fp32, fp16 or bf16, and
+    if the model has other tensors than its configuration describes, such as adapters. In all these cases, no weight has
+    been filled. If copies of one tensor differ, `ConversionError` may be raised after some weights have been filled.
     """
-    directory = Path(directory)
+    directory, tensors = Path(directory), _tensors(model)
     cfg = config_of(directory, ignored=ignored)
     if different := differences(model.cfg, cfg):
         raise ConversionError(f"{directory} holds another model: {'; '.join(different)}; build it with hf.config_of")
     places, files = opened(directory, model.cfg)
-    tensors = dict(model.state_dict(keep_vars=True))
     check_fits({name: list(tensor.shape) for name, tensor in tensors.items()}, places, files)
     for name, tensor in tensors.items():
         for start, mine in _parts(name, tensor):
@@ -59,15 +60,17 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     and rank 0 writes it.
 
     For a loaded model, rank 0 also writes the tokenizer and generation files. If the family is still the original one,
-    rank 0 also writes the weights that the text model does not use. config.json is the original, except for the dtype,
-    if neither the family nor the configuration has changed. Otherwise config.json is new.
+    rank 0 also writes the weights that the text model does not use. config.json is then the original, except for the
+    dtype and the fields that describe what has changed in the configuration. For another family, config.json is new.
 
-    Raises `ConversionError` in these cases:
+    Raises `TypeError` if `model` is not a `HybridModel`. Raises `ConversionError` in these cases:
 
     - The family to write is unknown or cannot represent the model, or no family can represent it.
+    - The model has other tensors than its configuration describes, such as adapters.
     - The model is split over several pipeline ranks.
     - The directory cannot be created, or already contains a model: old files could be mistaken for new files.
     """
+    tensors = _tensors(model)
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(
             f"this rank has stages of a model that is split over pp={model.cut.ranks} ranks, but a directory holds the "
@@ -80,7 +83,7 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     writes = not dist.is_initialized() or dist.get_rank() == 0
     _prepare(directory)
     with TensorWriter(directory) if writes else _Nowhere() as writer:
-        write(places, _whole(model), Renamed(writer, spelling))
+        write(places, _whole(tensors), Renamed(writer, spelling))
         if origin and writes and origin.family == family.model_type:
             origin.copy_beside(writer)
     if writes:
@@ -189,13 +192,24 @@ class _Nowhere(TensorWriter):
         pass
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and the persistent buffers, in the order of a state dict."""
-    return iter(model.state_dict(keep_vars=True).items())
+def _tensors(model: Any) -> dict[str, Tensor]:
+    """Return the parameters and the persistent buffers, in the order of a state dict. Raise `ConversionError` if they
+    are not those of a model of `model.cfg`, and `TypeError` if `model` is not a `HybridModel`."""
+    if not isinstance(model, HybridModel):
+        raise TypeError(f"got a {type(model).__name__}: pass the HybridModel, without a module around it")
+    tensors = {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    wanted = shapes_of(model.cfg)
+    names = tensors if model.cut is not None and model.cut.ranks > 1 else tensors | wanted
+    if strange := [name for name in names if name not in tensors or wanted.get(name) != [*tensors[name].shape]]:
+        raise ConversionError(
+            f"the model and its configuration differ in {listed(strange, 3)}: merge adapters, remove parametrizations, "
+            f"and build models of other sizes from a configuration with these sizes"
+        )
+    return tensors
 
 
-def _whole(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in _tensors(model):
+def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

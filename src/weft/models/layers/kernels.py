@@ -21,7 +21,7 @@ name, the constructor of `HybridModel` raises `ValueError`.
 import importlib
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -46,33 +46,35 @@ def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
     `asked`: "auto", "torch" or "mamba_ssm" (see the top of this file). `chunked`: `ssd_chunked`, which is called if no
     kernel is used. The returned function takes the arguments of `ssd_chunked` up to `chunk_size`, then `documents`.
     """
+    return partial(_scan, asked, chunked)  # unlike a closure, it can be pickled
 
-    def scan(
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        state: Tensor | None,
-        size: int,
-        documents: Borders | None = None,
-    ) -> Any:
-        if isinstance(documents, Slices):
-            _refuse_slices(asked, SCAN)
-            x, dt, B, C = map(documents.rows, (x, dt, B, C))
-            y, last = chunked(x, dt, A, B, C, None, size, slices=documents)
-            return documents.unrows(y), last
-        kernel = _chosen(asked, SCAN, x)
-        numbers = None if documents is None else documents.numbers(x.device)
-        if kernel is None:
-            return chunked(x, dt, A, B, C, state, size, numbers)
-        given = {"chunk_size": size, "initial_states": state, "return_final_states": True}
-        if numbers is not None:
-            given["seq_idx"] = numbers.int()
-        y, last = kernel(x, dt, A, B, C, **given)
-        return y.to(dt.dtype), last
 
-    return scan
+def _scan(
+    asked: str,
+    chunked: Callable[..., Any],
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    size: int,
+    documents: Borders | None = None,
+) -> Any:
+    if isinstance(documents, Slices):
+        _refuse_slices(asked, SCAN)
+        x, dt, B, C = map(documents.rows, (x, dt, B, C))
+        y, last = chunked(x, dt, A, B, C, None, size, slices=documents)
+        return documents.unrows(y), last
+    kernel = _chosen(asked, SCAN, x)
+    numbers = None if documents is None else documents.numbers(x.device)
+    if kernel is None:
+        return chunked(x, dt, A, B, C, state, size, numbers)
+    given = {"chunk_size": size, "initial_states": state, "return_final_states": True}
+    if numbers is not None:
+        given["seq_idx"] = numbers.int()
+    y, last = kernel(x, dt, A, B, C, **given)
+    return y.to(dt.dtype), last
 
 
 def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,33 +83,35 @@ def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
     `asked`: "auto", "torch" or "fla" (see the top of this file). `chunked`: `delta_chunked`, which is called if no
     kernel is used. The returned function takes the arguments of `delta_chunked` up to the state, then `documents`.
     """
+    return partial(_rule, asked, chunked)  # unlike a closure, it can be pickled
 
-    def rule(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        state: Tensor | None,
-        documents: Borders | None = None,
-    ) -> Any:
-        if isinstance(documents, Slices):
-            _refuse_slices(asked, RULE)
-            o, last = chunked(*map(documents.rows, (q, k, v, g, beta)), slices=documents)
-            return documents.unrows(o), last
-        kernel = _chosen(asked, RULE, q, _not_for_fla(q))
-        if kernel is None:
-            return chunked(q, k, v, g, beta, state, None if documents is None else documents.numbers(q.device))
-        q, k = (each.repeat_interleave(v.shape[2] // each.shape[2], dim=2) for each in (q, k))
-        given = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        shape = v.shape
-        if documents is not None:  # fla takes documents of one row only
-            given["cu_seqlens"] = documents.cu_seqlens(q.device).long()
-            q, k, v, g, beta = (each.flatten(0, 1)[None] for each in (q, k, v, g, beta))
-        o, last = kernel(q, k, v, g=g, beta=beta, **given)
-        return o.view(shape).to(g.dtype), last
 
-    return rule
+def _rule(
+    asked: str,
+    chunked: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    documents: Borders | None = None,
+) -> Any:
+    if isinstance(documents, Slices):
+        _refuse_slices(asked, RULE)
+        o, last = chunked(*map(documents.rows, (q, k, v, g, beta)), slices=documents)
+        return documents.unrows(o), last
+    kernel = _chosen(asked, RULE, q, _not_for_fla(q))
+    if kernel is None:
+        return chunked(q, k, v, g, beta, state, None if documents is None else documents.numbers(q.device))
+    q, k = (each.repeat_interleave(v.shape[2] // each.shape[2], dim=2) for each in (q, k))
+    given = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    shape = v.shape
+    if documents is not None:  # fla takes documents of one row only
+        given["cu_seqlens"] = documents.cu_seqlens(q.device).long()
+        q, k, v, g, beta = (each.flatten(0, 1)[None] for each in (q, k, v, g, beta))
+    o, last = kernel(q, k, v, g=g, beta=beta, **given)
+    return o.view(shape).to(g.dtype), last
 
 
 def _refuse_slices(asked: str, place: tuple[str, str, str]) -> None:
