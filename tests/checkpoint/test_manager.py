@@ -674,13 +674,17 @@ def test_two_writers_of_one_directory_are_refused(tmp_path, monkeypatch):
         first.save(1, {"numbers": {"value": torch.ones(2)}})
         said = []
         second = CheckpointManager(tmp_path, progress=said.append)
+        with pytest.raises(CheckpointError, match="in use by another trainer or checkpoint manager of this program"):
+            second.save(2, {"numbers": {"value": torch.ones(2)}})
+        assert said == []  # there is nothing to wait for
+        (tmp_path / ".lock").write_text(f"{os.getpid()} on another host\n")
         with pytest.raises(CheckpointError, match="in use by another run"):
             second.save(2, {"numbers": {"value": torch.ones(2)}})
-        owner = f"process {os.getpid()} on {os.uname().nodename}"
+        owner = f"process {os.getpid()} on another host"
         assert said == [f"another run ({owner}) writes to {tmp_path}: waiting up to 0.2 s for it to end"]
     second.save(2, {"numbers": {"value": torch.ones(2)}}, asynchronous=False)
     assert second.steps() == [1, 2]
-    with pytest.raises(CheckpointError, match="in use by another run"):  # a closed manager holds nothing
+    with pytest.raises(CheckpointError, match="in use by another trainer"):  # a closed manager holds nothing
         first.save(3, {"numbers": {"value": torch.ones(2)}})
     second.close()
 

@@ -178,10 +178,16 @@ def without_flock(monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_flock_a_lease_keeps_the_second_writer_out_and_one_left_behind_is_taken_over(tmp_path, without_flock):
+def test_without_flock_a_lease_keeps_the_second_writer_out_and_one_left_behind_is_taken_over(
+    tmp_path, without_flock, monkeypatch
+):
     said = []
     first = lock(tmp_path, timeout=0.2, say=said.append)
     assert isinstance(first, Lease)
+    with pytest.raises(CheckpointError, match="in use by another trainer or checkpoint manager of this program"):
+        lock(tmp_path, timeout=0.0, say=said.append)
+    here, renewing = locking._owner(), threading.current_thread
+    monkeypatch.setattr(locking, "_owner", lambda: here if renewing().name == "weft-lease" else "13 on elsewhere")
     with pytest.raises(CheckpointError, match=f"in use by another run .process {os.getpid()} on"):
         lock(tmp_path, timeout=0.7, say=said.append)  # longer than a lease stays that is not renewed
     assert len(said) == 1

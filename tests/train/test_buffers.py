@@ -41,7 +41,7 @@ def batches(rank, ranks, number=4):
     return made
 
 
-def trained(folder, rule, steps, *, loss=loss, data=batches, run=True, size=8, **options):
+def trained(folder, rule, steps, *, loss=loss, data=batches, run=True, size=8, skip=0.0, **options):
     config = {
         "train": {
             "steps": steps,
@@ -49,6 +49,7 @@ def trained(folder, rule, steps, *, loss=loss, data=batches, run=True, size=8, *
             "microbatch_size": 4,
             "validate_every": 0,
             "buffers": rule,
+            "skip_spikes": skip,
         },
         "schedule": {"shape": "constant"},
         "run": {"directory": str(folder), "loggers": []},
@@ -174,3 +175,25 @@ def test_a_buffer_that_was_replaced_is_saved():
     buffers = Buffers(net, "own")
     net.seen = torch.ones(2)
     assert buffers.state_dict()["buffers"]["seen"].tolist() == [1.0, 1.0]
+
+
+def buffers_around_a_skipped_step(folder):
+    """The buffers after each step, of which the 22nd has a batch with a NaN and is skipped."""
+    found = []
+
+    def spoiled(model, batch):
+        return loss(model, batch * (torch.nan if model.training and len(found) == 21 else 1))
+
+    def keep(trainer, numbers):
+        found.append((numbers["skipped_steps"], [buffer.clone() for buffer in trainer.model.buffers()]))
+
+    trained(folder, "broadcast", 23, loss=spoiled, size=4, skip=100.0, callbacks={"step": keep})
+    return found[20:]
+
+
+@pytest.mark.slow
+def test_a_skipped_step_changes_no_buffer(pool, tmp_path):
+    (before, kept), (skipped, same), (_, other) = pool.run(1, buffers_around_a_skipped_step, tmp_path)[0]
+    assert (before, skipped) == (0, 1)
+    for one, two, three in zip(kept, same, other, strict=True):
+        assert torch.equal(one, two) and not torch.equal(one, three) and three.isfinite().all()

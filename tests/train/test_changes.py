@@ -1,5 +1,6 @@
 """A run that goes on with other settings: refused, printed or silent, as the table in docs/training.md says."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -295,6 +296,11 @@ def test_printed_commands_survive_a_shell(tmp_path):
     (first.directory / "checkpoints" / "step-00000007").mkdir(parents=True)
     note = open_run(config, False, "weft train x.toml").note
     assert shlex.split(note.partition("with: ")[2])[-1] == str(first.directory)
+    dashed = dataclasses.replace(config, directory="-runs")
+    with contextlib.chdir(tmp_path):
+        (open_run(dashed, False, None).directory / "checkpoints" / "step-00000007").mkdir(parents=True)
+        words = shlex.split(open_run(dashed, False, "weft train").note.partition("with: weft ")[2])
+        assert (words[0], make_parser().parse_args(words).resume) == ("train", "./-runs/a name; with $HOME")
 
 
 @pytest.mark.long

@@ -5,7 +5,9 @@ import re
 import textwrap
 import tomllib
 
+import numpy
 import pytest
+import torch
 
 from weft.cli import main
 from weft.train.config import (
@@ -20,6 +22,7 @@ from weft.train.config import (
     to_toml,
 )
 from weft.train.settings import as_markdown
+from weft.train.trainer import _configuration
 
 MODEL = '[model]\npattern = "[*-][*-]"\n'
 
@@ -45,6 +48,19 @@ def test_an_override_of_a_text_setting_is_taken_as_it_is_typed(name):
     assert parse("", f"data.tokenizer={name}").data.tokenizer == name
 
 
+def test_scalars_of_numpy_and_torch_are_the_numbers_that_they_hold():
+    tables = {
+        "train": {"steps": numpy.int64(3)},
+        "optimizer": {
+            "lr": torch.tensor(0.5),
+            "betas": (numpy.float32(0.5), 0.75),
+            "options": {"a": numpy.bool_(True)},
+        },
+    }
+    plain = {"train": {"steps": 3}, "optimizer": {"lr": 0.5, "betas": (0.5, 0.75), "options": {"a": True}}}
+    assert to_toml(_configuration(tables)) == to_toml(_configuration(plain))
+
+
 def test_an_override_in_quotes_is_read_as_toml():
     assert parse("", 'run.name="7"').run.name == "7"
 
@@ -66,6 +82,7 @@ def test_the_resolved_configuration_reads_back_equal():
 @pytest.mark.parametrize(
     "override, says",
     [
+        (f"optimizer.lr=1{400 * '0'}", ["optimizer.lr = 1000", "must be a finite number"]),
         ("train.step=3", ["train.step:", "did you mean train.steps?"]),
         ("model.hiden_size=3", ["model.hiden_size:", "did you mean model.hidden_size?"]),
         ("train.lr=1", ["train.lr:", "did you mean optimizer.lr?"]),

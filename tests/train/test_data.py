@@ -272,6 +272,16 @@ def test_output_of_runs_is_not_training_text(text, tmp_path):
         load_corpus(config(text, tmp_path), runs=str(text))
 
 
+def test_directories_of_runs_are_not_training_text_wherever_they_are(text, tmp_path):
+    """A run may be resumed or evaluated in another working directory than the one from which `run.directory` counts."""
+    before = load_corpus(config(text, tmp_path))
+    (text / "old" / "exp" / "checkpoints").mkdir(parents=True)
+    (text / "old" / "exp" / "metrics.jsonl").write_text("numbers\n" * 50)
+    (text / "old" / "exp" / "checkpoints" / ".run").write_text("0" * 32)
+    after = load_corpus(config(text, tmp_path), runs="runs")
+    assert np.array_equal(before.train, after.train) and np.array_equal(before.validation, after.validation)
+
+
 def test_text_is_tokenised_once_and_again_when_it_changed(text, tmp_path, monkeypatch):
     first = load_corpus(config(text, tmp_path))
     built = []

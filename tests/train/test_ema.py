@@ -67,6 +67,19 @@ def test_what_is_frozen_has_no_average_and_stays():
     assert torch.equal(model[0].weight, trained), "also after a validation that fails"
 
 
+def test_averages_of_narrow_weights_are_wide_and_follow_small_steps():
+    weight = torch.nn.Parameter(torch.full((2,), 1.0, dtype=torch.bfloat16))
+    average = WeightAverage(torch.nn.ParameterList([weight]), 0.999)
+    weight.data.fill_(2.0)
+    for _ in range(10):
+        average.after_step()
+    expected = torch.full((2,), 2 - 0.999**10)
+    with average.in_place():
+        assert torch.equal(weight, expected.bfloat16())
+    torch.testing.assert_close(average.state_dict()["0"], expected)
+    assert torch.equal(weight, torch.full((2,), 2.0, dtype=torch.bfloat16))
+
+
 def test_averages_keep_their_names_if_activations_are_recomputed():
     """A resumed run may turn `train.activation_checkpointing` on or off."""
     model = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(2, 2)))

@@ -44,6 +44,26 @@ def test_eval_gives_the_validation_loss_that_the_run_had(pool, tmp_path):
     assert averaged["validation loss"] == pytest.approx(record["ema_loss"], rel=1e-5)
 
 
+def said_about_texts(path):
+    """What evaluations say about the text: of the run, a longer one, and one that is named."""
+    train(load_config(path))
+    run, text = path.parent / "runs" / "tiny", path.parent / "text.txt"
+    lines = []
+    for added, overrides in (("", []), ("more text\n" * 200, []), ("", [f"data.paths=['{text}']"])):
+        text.write_text(text.read_text() + added)
+        said = []
+        evaluate(run, overrides=overrides, say=said.append)
+        lines.append([line for line in said if line.startswith("the validation text")])
+    return lines
+
+
+@pytest.mark.slow
+def test_eval_says_that_the_validation_text_has_changed(pool, tmp_path):
+    same, longer, named = pool.run(1, said_about_texts, write_config(tmp_path, train__steps=1))[0]
+    changed = "the validation text has changed since step 1 was saved, so the loss is not the one of the run"
+    assert (same, longer, named) == ([], [changed], [])
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [

@@ -22,7 +22,7 @@ from weft.train.errors import ConfigError
 from weft.train.loop import Trainer
 from weft.train.record.loggers import check
 from weft.train.record.metrics import Metrics
-from weft.train.record.profile import Operations
+from weft.train.record.profile import Operations, ProfilerWindow
 from weft.train.run.runs import Run
 from weft.train.spikes import Spikes
 from weft.train.state import Position
@@ -220,6 +220,7 @@ def beside_another(path, folder):
     ):
         patch.setattr("weft.checkpoint.manager._LOCK_TIMEOUT_S", 0.2)
         other.claim()
+        (folder / "checkpoints" / ".lock").write_text("1 on another host\n")  # not of this process
         Trainer(load_config(path), Run(folder), say=lines.append)
     return lines
 
@@ -275,6 +276,20 @@ def test_a_window_of_steps_leaves_a_trace_of_each_rank_and_utilisation_is_logged
     steps = [line["step_seconds"] for line in lines if line["kind"] == "train"]
     assert sum(steps) == pytest.approx(seconds_of_steps)
     assert "10^12 operations (" in json.loads((tmp_path / "run" / "facts.json").read_text())["operations"]
+
+
+def test_a_run_that_stops_within_the_window_records_the_rest_when_it_resumes(tmp_path):
+    for steps in (range(1, 5), range(5, 9)):
+        window, noted = ProfilerWindow(tmp_path, 3, 4, 0), []
+        for step in steps:
+            window.before(step)
+            window.after(step, noted.append)
+        window.close(noted.append)
+        assert len(noted) == 1
+    assert sorted(path.name for path in tmp_path.glob("profile/*")) == [
+        "steps-3-4-rank-0.json",
+        "steps-5-6-rank-0.json",
+    ]
 
 
 def test_activations_are_what_operations_make_and_leave_again():

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 from transformers import BatchEncoding
 
 import weft
@@ -123,6 +124,41 @@ def first_random_numbers(folder):
 def test_each_rank_draws_random_numbers_that_no_other_rank_draws(pool, tmp_path):
     first, second = pool.run(2, first_random_numbers, tmp_path)
     assert all(one != other for one, other in zip(first, second, strict=True))
+
+
+class Drawn(nn.Module):
+    """Its weights are drawn by numpy, and its data by any generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 4))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        if not self.weight.is_meta:
+            self.weight.data.copy_(torch.from_numpy(numpy.random.randn(2, 4)))
+
+    def forward(self, x):
+        return x @ self.weight.mT
+
+
+def drawn(rank, ranks):
+    return [(torch.randn(8, 4) * random.random(), torch.from_numpy(numpy.random.randn(8, 2)).float())]
+
+
+def losses_of_drawn(folder, seed):
+    for generator in (random, numpy.random):
+        generator.seed(seed)
+    torch.manual_seed(seed)
+    options = {"data": drawn, "validation": drawn, "config": settings(folder, 2), "say": lambda line: None}
+    Trainer(model=Drawn, loss=loss, **options).run()
+    return [line["loss"] for kind in ("train", "validation") for line in metrics(folder / "default", kind)]
+
+
+@pytest.mark.slow
+def test_functions_for_data_and_model_draw_the_numbers_of_train_seed(pool, tmp_path):
+    first, second = (pool.run(1, losses_of_drawn, tmp_path / f"{seed}", seed)[0] for seed in (1, 2))
+    assert first == second
 
 
 def go_on(folder, steps, resume):
@@ -561,7 +597,7 @@ def test_data_that_failed_on_its_way_begins_anew():
 
     stream = Stream(Failing(), 1)
     with pytest.raises(OSError, match="the disk is gone"):
-        stream.load_state_dict({**stream.state_dict(), "taken": 2, "own": [None, stream._random.state_dict()]})
+        stream.load_state_dict({**stream.state_dict(), "taken": 2, "own": [None, stream._generators.state()]})
     stream.source = [1, 2]
     stream.load_state_dict({"epoch": 0, "taken": 0, "microbatch_size": 1, "own": [None, None]})
     assert stream.next_step() == [1]
@@ -644,6 +680,18 @@ def test_every_pass_through_the_data_has_a_number():
     again = Stream(Source([0, 0]), 3)
     again.load_state_dict(stream.state_dict())
     assert again.next_step() == stream.next_step() == [3, 3, 4]
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_sampler_of_a_loader_hears_the_number_of_the_pass(batches):
+    rows = torch.arange(8.0)
+    sampler = DistributedSampler(rows, 1, 0)
+    chosen = {"batch_sampler": BatchSampler(sampler, 2, drop_last=True)} if batches else {"sampler": sampler}
+    stream = Stream(DataLoader(rows, **chosen), 8 // (1 + batches))
+    passes = [torch.cat(stream.next_step()).tolist() for _ in range(3)]
+    for number, found in enumerate(passes):
+        sampler.set_epoch(number)
+        assert found == [float(row) for row in sampler]
 
 
 def test_reading_up_to_a_position_draws_no_random_number_of_the_run():
@@ -764,6 +812,36 @@ def test_a_validation_leaves_every_module_as_it_was(pool, tmp_path):
     assert pool.run(1, modes_after_validation, tmp_path)[0] == (True, True, False)
 
 
+def random_states_of_steps(folder, every):
+    own = torch.Generator().manual_seed(5)
+    held_out = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 2)), 4, shuffle=True, generator=own)
+    states = []
+    note = {"step": lambda trainer, numbers: states.append((torch.get_rng_state(), own.get_state()))}
+    make(folder, config=settings(folder, 3, validate_every=every), validation=held_out, callbacks=note).run()
+    return states
+
+
+@pytest.mark.slow
+def test_a_validation_leaves_every_random_generator_as_it_was(pool, tmp_path):
+    often, never = (pool.run(1, random_states_of_steps, tmp_path, every)[0] for every in (1, 0))
+    for states in zip(often, never, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(*states))
+
+
+def norms_with_a_part_in_the_optimizer(folder):
+    part = {"optimizer": lambda model: torch.optim.SGD(model[-1].parameters(), lr=0.1)}
+    make(folder / "whole", 4, **part).run()
+    make(folder / "parts", 2, **part).run()
+    make(folder / "parts", 4, resume=True, **part).run()
+    return [[line["gradient_norm"] for line in metrics(folder / each / "default")] for each in ("whole", "parts")]
+
+
+@pytest.mark.slow
+def test_gradients_of_what_no_optimizer_updates_do_not_add_up(pool, tmp_path):
+    whole, parts = pool.run(1, norms_with_a_part_in_the_optimizer, tmp_path)[0]
+    assert whole == parts
+
+
 def momentum_that_changes(folder):
     def sgd(model):
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -879,19 +957,35 @@ def test_a_run_with_nothing_to_do_lets_others_write(pool, tmp_path):
 
 
 def signals_around_a_run(folder):
-    import signal
-
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     trainer = make(folder)
     within = [signal.getsignal(number) for number in numbers]
+    make(folder)  # one that never runs
     trainer.run()
     return before == [signal.getsignal(number) for number in numbers], before == within
 
 
 @pytest.mark.slow
-def test_signals_do_after_a_run_what_they_did_before(pool, tmp_path):
-    assert pool.run(1, signals_around_a_run, tmp_path)[0] == (True, False)
+def test_signals_do_before_and_after_a_run_what_the_program_says(pool, tmp_path):
+    assert pool.run(1, signals_around_a_run, tmp_path)[0] == (True, True)
+
+
+def stopped_and_run_again(folder):
+    def stop(trainer, numbers):
+        if trainer.position.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    whole, parts = make(folder / "whole", 4), make(folder / "parts", 4, callbacks={"step": stop})
+    done = [parts.run(), whole.run(), parts.run()]  # the signal is meant for the run that runs
+    assert parts.watchdog._peers is None
+    return done, *([line["loss"] for line in metrics(folder / each / "default")] for each in ("whole", "parts"))
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_when_it_runs_again(pool, tmp_path):
+    done, whole, parts = pool.run(1, stopped_and_run_again, tmp_path)[0]
+    assert done == [False, True, True] and whole == parts and len(parts) == 4
 
 
 class Callable:
@@ -915,8 +1009,11 @@ def more_refusals(folder):
         with pytest.raises(ConfigError) as error:
             make(folder, **options)
         found.append(str(error.value))
-    make(folder, data=Callable()).run()
-    return found
+    model = make_model()
+    make(folder, data=Callable(), model=model).run()
+    with pytest.raises(ConfigError) as error:
+        make(folder, model=model)
+    return [*found, str(error.value)]
 
 
 @pytest.mark.slow
@@ -928,6 +1025,7 @@ def test_data_and_options_without_effect_are_refused(pool, tmp_path):
         "checkpoint.keep_best = true",
         "[optimizer]",
         "run.weights",
+        "model: is already sharded, perhaps by an earlier trainer; build it anew",
     ]
     for line, word in zip(pool.run(1, more_refusals, tmp_path)[0], words, strict=True):
         assert word in line

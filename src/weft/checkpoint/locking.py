@@ -9,6 +9,7 @@ a lease, `.lease`      otherwise (some Lustre, NFS without lockd): a file that i
 
 import errno
 import fcntl
+import gc
 import os
 import threading
 import time
@@ -44,7 +45,7 @@ def lock(directory: Path, *, timeout: float, say: Callable[[str], None]) -> Lock
 
     If another process holds the lock, calls `say` with a line of text and waits up to `timeout` seconds, because a run
     that was just killed may take a moment to end. Raises CheckpointError if the other process still holds the lock
-    then.
+    then, or at once if another object of this process holds it.
     """
     path = directory / LOCK
     with operation("open", path):
@@ -169,9 +170,18 @@ class _Wait:
     def __init__(self, directory: Path, timeout: float, say: Callable[[str], None]) -> None:
         self.directory, self.timeout, self.say = directory, timeout, say
         self.deadline = time.monotonic() + timeout
-        self.is_said = False
+        self.is_said = self.is_collected = False
 
     def on(self, owner: str) -> None:
+        if owner == _owner():  # waiting is in vain, unless what holds the lock is garbage
+            if self.is_collected:
+                raise CheckpointError(
+                    f"{self.directory} is in use by another trainer or checkpoint manager of this program; run, close "
+                    "or delete that one, or choose another directory"
+                )
+            gc.collect()
+            self.is_collected = True
+            return
         if not self.is_said:
             self.say(
                 f"another run (process {owner}) writes to {self.directory}: waiting up to {self.timeout:g} s for it "

@@ -21,8 +21,10 @@ from weft.models import HybridConfig
 from weft.models.renumber import renumbered
 from weft.train.buffers import Buffers
 from weft.train.config import TrainConfig, load_config
+from weft.train.data import Batches
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
+from weft.train.generators import Generators
 from weft.train.modes import in_eval_mode
 from weft.train.own_numbers import OwnNumbers
 from weft.train.run.runs import CHECKPOINTS, CONFIG, refuse_own_task
@@ -77,28 +79,46 @@ def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dic
     Return {} if there is no validation set. Collective.
 
     The loss is the mean over the microbatches of all ranks, weighted by `task.validation_weights`. The numbers are
-    means without weights.
+    means without weights. The random generators of the run and of the validation set are as before afterwards, so the
+    numbers of training do not depend on when the run validates.
 
     `moved`: tells the watchdog that this rank makes progress. Called before each call of `task.validation_losses`.
     """
     numbers = OwnNumbers(device)
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
-    with in_eval_mode(task.model):
+    own = getattr(task.validation, "source", None)  # your own set may be a loader with its own generators
+    with in_eval_mode(task.model), Generators(own).unchanged():
         coming, weights = iter(task.validation), iter(task.validation_weights)
         while several := list(islice(coming, task.at_once)):
             count += len(several)
             moved()
             losses = task.validation_losses([move(microbatch, device) for microbatch in several])
-            for (loss, own), weight in zip(losses, weights):
+            for (loss, named), weight in zip(losses, weights):
                 if weight:  # a microbatch of weight 0 has no labels, so its loss is NaN
                     total += loss.double() * weight
-                numbers.add(own)
+                numbers.add(named)
     shared = torch.cat([total[None], total.new_tensor([count, *numbers.marks()])])
     reduce_now(shared, dist.ReduceOp.SUM, None, "losses of a validation")
     total_loss, counts, *marks = shared.tolist()
     if not counts:
         return {}
     return {**task.validation_values(total_loss / counts), **numbers.means(marks)}
+
+
+class _ValidationText:
+    """Compares the validation text with that of the checkpoint that is loaded, if the checkpoint has one."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches, self._is_stored, self.differs = batches, False, False
+
+    def prepare_load(self, stored: Mapping[str, Any]) -> None:
+        self._is_stored = bool(stored)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._batches.state_dict() if self._is_stored else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.differs = self._is_stored and self._batches.has_other_validation(state)
 
 
 def evaluate(
@@ -147,6 +167,9 @@ def evaluate(
     buffers = Buffers(task.model, config.train.buffers)
     if buffers.are_saved and isinstance(config.model, OwnModelConfig):
         state["buffers"] = buffers  # loads the buffers of rank 0
+    text = None
+    if isinstance(task.batches, Batches) and not any(override.strip().startswith("data.") for override in overrides):
+        state["data"] = text = _ValidationText(task.batches)
     averages = WeightAverage(task.model, config.train.ema_decay) if average else None
     if averages is not None:
         state["ema"] = averages
@@ -155,6 +178,8 @@ def evaluate(
     with CheckpointManager(run / CHECKPOINTS, progress=say) as checkpoints:
         taken = checkpoints.load(state, step)
     if say is not None:
+        if text is not None and text.differs:
+            say(f"the validation text has changed since step {taken} was saved, so the loss is not the one of the run")
         say(f"computing the validation loss of step {taken}")
     with averages.in_place() if averages is not None else nullcontext():
         return {"step": taken, **validate(task, device, lambda: None)}

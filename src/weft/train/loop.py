@@ -316,6 +316,7 @@ class Trainer:
         self.watchdog.at(f"step {self.position.step + 1}")
         learning_rate = self.schedule.set_rates(self.position.step)
         microbatches = [move(microbatch, self.device) for microbatch in self.batches.next_step()]
+        before = self.buffers.state_dict() if self.buffers and self.spikes.times else None
         losses = self.passes.run(self.position.step + 1, microbatches)
         router_losses = self.experts.take_losses(losses.new_zeros(()))
         depth_losses = self.passes.depth_losses()
@@ -331,7 +332,9 @@ class Trainer:
             if not math.isfinite(norm):  # the same on all ranks; this step has not changed the weights
                 raise self._diverged("gradient norm", norm)
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        if skipped and self.buffers and before:
+            self.buffers.load_state_dict(before)  # the forward may have put values that are not finite into them
+        self.model.zero_grad()  # also of parameters that are not in the optimizer
         if self.buffers:
             self.buffers.after_step()
         if self.average and not skipped:

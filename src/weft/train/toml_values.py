@@ -2,9 +2,10 @@
 
 import json
 import math
+import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -67,7 +68,8 @@ def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
         pairs = [_convert(v, item) for v, item in zip(value, items)]
         return all(accepted for accepted, _ in pairs), origin(result for _, result in pairs)
     if hint is float and type(value) is int:
-        return True, float(value)
+        fits = abs(value) <= sys.float_info.max
+        return fits, float(value) if fits else value
     if hint is float and type(value) is float:
         return math.isfinite(value), value
     if hint is int and type(value) is int:
@@ -119,6 +121,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
     return value
+
+
+def native(value: Any) -> Any:
+    """Return `value` with Python's numbers in place of scalars of numpy and torch, including scalars in lists, tuples
+    and mappings."""
+    if isinstance(value, Mapping):
+        return {name: native(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [native(item) for item in value]
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def show(value: Any) -> str:

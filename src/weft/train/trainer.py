@@ -23,6 +23,7 @@ from weft.train.run.world import begin_alone, end_with_interpreter, place_from
 from weft.train.sections.rules import require
 from weft.train.task.callables import check_callable, told
 from weft.train.task.own import Data, LossFunction, OwnTask
+from weft.train.toml_values import native
 from weft.words import choice_of
 
 OR_START = "or-start"
@@ -56,7 +57,8 @@ class Trainer(loop.Trainer):
             a dictionary of other scalars to log. The loss of a step or of a validation is the mean of these means:
             every microbatch has the same weight, independent of its size.
         data: an iterable of this rank's microbatches, or a function (rank, ranks) -> iterable.
-        config: the path of a TOML file, its tables as a dictionary, or a `TrainConfig`.
+        config: the path of a TOML file, its tables as a dictionary, or a `TrainConfig`. In a dictionary, numbers may
+            also be scalars of NumPy or torch.
         validation: like `data`, but finite, with the same number of microbatches on every rank.
         shard: a function `shard(model, **options)` that calls `weft.fully_shard(module, **options)` on each module that
             is to be a unit, and on the model last. Default: one unit for each block that has parameters and
@@ -73,7 +75,8 @@ class Trainer(loop.Trainer):
         resume: True resumes the newest run named `run.name` that has a checkpoint. A path resumes the run in that
             directory. "or-start" is like True, but starts a new run if there is no checkpoint. False starts a new run,
             but is like True if the configuration sets `run.resume` to true.
-        say: a function that is called with lines of text, on all ranks. Default: print them on rank 0.
+        say: a function that is called with lines of text, on all ranks. Default: print them on rank 0. The progress of
+            the run (steps, validations and saves) is not among them: rank 0 always prints it.
 
     Raises ConfigError for an invalid configuration or argument, and CheckpointError or CheckpointMismatch for a
     checkpoint from which the run cannot resume.
@@ -94,6 +97,7 @@ class Trainer(loop.Trainer):
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.callbacks = dict(callbacks or {})
+        self._has_stopped = False
         for strange in sorted(set(self.callbacks) - set(MOMENTS)):
             raise ConfigError(f"callbacks: {strange!r} is not an event; {choice_of(strange, MOMENTS)}")
         for moment, called in self.callbacks.items():
@@ -108,8 +112,7 @@ class Trainer(loop.Trainer):
             raise ConfigError(f"resume: {told(resume)}; pass True, False, the directory of a run, or {OR_START!r}")
         settings = _configuration(config)
         stop = StopRequest()
-        if threading.current_thread() is threading.main_thread():
-            stop.listen(None)
+        _listen(stop)
         watchdog: Watchdog | None = None
         try:
             device = _join(settings, stop)
@@ -127,16 +130,18 @@ class Trainer(loop.Trainer):
                 super().__init__(settings, run, task=task, watchdog=watchdog, **options)
             watchdog.rest()  # the watchdog must not watch what the program does before it calls `run`
         except BaseException as error:
-            stop.release()
             if watchdog is not None:
                 watchdog.tell(as_one_line(error))
                 watchdog.__exit__()
             raise
+        finally:
+            stop.release()  # until `run`, signals do what they do in the rest of the program
 
     def run(self) -> bool:
         """Train until the run is complete or SIGINT, SIGTERM or SIGHUP stops it. Then restore the old signal handlers.
 
-        Signals stop the run only if the trainer was constructed in the main thread.
+        Signals stop the run only in the main thread. During the constructor they are remembered, and then stop `run`
+        before its first step. After a run that was stopped, another call trains on.
 
         Returns whether the run is complete: at its last step, or ended by `train.stop_after`. Whether complete or not,
         the last step that ran is in a committed checkpoint.
@@ -144,13 +149,18 @@ class Trainer(loop.Trainer):
         Raises RuntimeError if the loss or the gradient norm of a step is not finite, and `train.skip_spikes` does not
         skip the step.
         """
+        _listen(self.stop)
         try:
+            if self._has_stopped:
+                self.saves.checkpoints.claim()
             return super().run()
         except Interrupted as interrupted:
             self.say(interrupted.explained(self.run_place.saved_step))
             return False
         finally:
+            self._has_stopped = True
             self.stop.release()
+            self.stop.forget()
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
         """Call the callback of the event `name`, if there is one."""
@@ -158,12 +168,16 @@ class Trainer(loop.Trainer):
             self.callbacks[name](self, numbers)
 
 
+def _listen(stop: StopRequest) -> None:
+    if threading.current_thread() is threading.main_thread():
+        stop.listen(None)
+
+
 def _configuration(config: TrainConfig | Mapping[str, Mapping[str, Any]] | str | Path) -> TrainConfig:
     if isinstance(config, TrainConfig):
         return config
     if isinstance(config, Mapping):
-        tables = {name: dict(table) if isinstance(table, Mapping) else table for name, table in config.items()}
-        return from_tables(tables)
+        return from_tables(native(config))
     if not isinstance(config, (str, Path)):
         raise ConfigError(
             f"config: {told(config)}; pass the path of a TOML file, its tables as a dictionary, or a TrainConfig"

@@ -105,6 +105,11 @@ class Batches:
             "seed": self._seed,
         }
 
+    def has_other_validation(self, state: dict[str, Any]) -> bool:
+        """Return whether the validation texts differ from those of `state`."""
+        training = len(self._mixture.texts)
+        return [list(each) for each in state["texts"][training:]] != self._known[training:]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly from `state`, on any number of ranks.
 

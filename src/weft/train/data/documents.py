@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from weft.train.errors import ConfigError
 from weft.train.files import parse_json
+from weft.train.run.runs import is_run
 from weft.train.sections import DataConfig
 
 File = tuple[str, int, int]
@@ -53,9 +54,9 @@ def find_files(data: DataConfig, setting: str, paths: Sequence[str], written: Se
     """Return the files that `paths` name, in a fixed order.
 
     A folder stands for the files below it that match `data.include` (by default the patterns of `data.kind`), without
-    hidden files. For the kinds "text", "jsonl" and "messages", binary files are left out too. For the kind "datasets",
-    a folder stands for the files that its state.json lists. Empty `paths` stand for the source files of Python's
-    standard library, without its tests.
+    hidden files and directories of runs. For the kinds "text", "jsonl" and "messages", binary files are left out too.
+    For the kind "datasets", a folder stands for the files that its state.json lists. Empty `paths` stand for the source
+    files of Python's standard library, without its tests.
 
     - `setting`: the setting that names the paths, for errors.
     - `written`: folders to which runs write. They are skipped inside the folders of `paths`.
@@ -253,8 +254,8 @@ def _walk(root: str, include: tuple[str, ...], without: set[str], closed: set[st
     """Yield the files below `root` that match a pattern of `include`: first those of a folder, sorted, then those of
     its subfolders.
 
-    Left out are hidden files and folders, byte-code folders, folders with a name in `without` or a real path in
-    `closed`, and, unless `binary`, binary files.
+    Left out are hidden files and folders, byte-code folders, directories of runs, folders with a name in `without` or a
+    real path in `closed`, and, unless `binary`, binary files.
     """
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = sorted(
@@ -263,6 +264,7 @@ def _walk(root: str, include: tuple[str, ...], without: set[str], closed: set[st
             if not name.startswith((".", "__pycache__"))
             and name not in without
             and os.path.realpath(os.path.join(folder, name)) not in closed
+            and not is_run(os.path.join(folder, name))
         )
         for name in sorted(names):
             path = os.path.join(folder, name)

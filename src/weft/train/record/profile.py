@@ -14,15 +14,21 @@ FOLDER = "profile"
 
 
 class ProfilerWindow:
-    """Profiles `steps` steps from step `first` on, and writes a trace of this rank. If `first` is 0, does nothing."""
+    """Profiles `steps` steps from step `first` on, and writes a trace of this rank. If `first` is 0, does nothing.
+
+    A run that stops within these steps writes a trace of those that it ran, and a run that resumes within them writes
+    another trace of the rest. The name of a trace has the steps that it contains.
+    """
 
     def __init__(self, folder: Path, first: int, steps: int, rank: int) -> None:
         self.first, self.last = first, first + steps - 1
-        self.path = folder / FOLDER / f"steps-{first}-{self.last}-rank-{rank}.json"
+        self._folder, self._rank = folder / FOLDER, rank
+        self._begun = self._done = 0
         self._profiler: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
-        if self.first and step == self.first:
+        if self.first and self._profiler is None and self.first <= step <= self.last:
+            self._begun = step
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
@@ -30,6 +36,7 @@ class ProfilerWindow:
             self._profiler.start()
 
     def after(self, step: int, note: Callable[[str], None]) -> None:
+        self._done = step
         if step == self.last:
             self.close(note)
 
@@ -37,10 +44,11 @@ class ProfilerWindow:
         """Stop the profiler if it runs, and write its trace. `note`: called with a line that names the file."""
         if self._profiler is not None:
             self._profiler.stop()
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._profiler.export_chrome_trace(str(self.path))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"steps-{self._begun}-{self._done}-rank-{self._rank}.json"
+            self._profiler.export_chrome_trace(str(path))
             self._profiler = None
-            note(f"a trace for chrome://tracing or Perfetto: {self.path}")
+            note(f"a trace for chrome://tracing or Perfetto: {path}")
 
 
 class Operations(TorchDispatchMode):

@@ -1,7 +1,6 @@
 """Prints facts about a run, and writes the files from which its report is made."""
 
 import dataclasses
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from weft.train.report.facts import command, commit, keep_facts, read_facts, ver
 from weft.train.report.page import NO_PICTURES, can_draw, write_report
 from weft.train.report.stages import measured, write_stages
 from weft.train.report.timeline import HiddenExchange, slow_ranks, write_timeline
-from weft.train.run.runs import CONFIG, recorded_name
+from weft.train.run.runs import CONFIG, as_argument, recorded_name
 from weft.train.run.trust import mark_as_own
 from weft.train.state import Position
 from weft.train.task.task import Task
@@ -123,7 +122,7 @@ class Account:
         except Exception as error:  # the run is complete, even if a parser or a drawing fails
             said = f"{self._folder}: its report cannot be written ({type(error).__name__}: {error}); correct the cause"
             said = " ".join(str(error if isinstance(error, ConfigError) else said).split())
-            self._say(f"{said}, then: weft report {shlex.quote(str(self._folder))}")
+            self._say(f"{said}, then: weft report {as_argument(self._folder)}")
 
     def _write(
         self,

@@ -14,10 +14,14 @@ from weft.train.run.failures import FAILURE
 
 def seed_all(seed: int, rank: int) -> None:
     """Seed the random generators of Python, NumPy and PyTorch from `seed` and `rank`. Each rank has its own seed."""
-    own = (seed + 1) * 1_000_003 + rank
-    random.seed(own)
-    numpy.random.seed(own % 2**32)
-    torch.manual_seed(own)
+    seed_alike((seed + 1) * 1_000_003 + rank)
+
+
+def seed_alike(seed: int) -> None:
+    """Seed the random generators of Python, NumPy and PyTorch from `seed`, the same on every rank."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def memory_in_use(device: torch.device) -> float:

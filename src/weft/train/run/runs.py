@@ -117,6 +117,11 @@ def run_directory(named: str | Path) -> Path:
     return path.parent if path.name == CONFIG and path.is_file() and (path.parent / CHECKPOINTS).is_dir() else path
 
 
+def is_run(folder: str | Path) -> bool:
+    """Return whether `folder` is the directory of a run that has begun to train."""
+    return (Path(folder) / CHECKPOINTS / IDENTITY).is_file()
+
+
 def read_tables(directory: Path) -> dict[str, Any]:
     """Read the tables of a run's config.toml. Raises OSError if it cannot be read, and ValueError if it is not TOML."""
     return parse_toml(read_bounded(directory / CONFIG, _LARGEST).decode())
@@ -157,7 +162,7 @@ def refuse_no_run(folder: Path, asked: str) -> None:
     if committed_steps(folder / CHECKPOINTS):
         raise ConfigError(
             f"{asked}: its {CONFIG} is missing; name its configuration too: weft train CONFIG.toml --resume "
-            f"{shlex.quote(str(folder))}"
+            f"{as_argument(folder)}"
         )
     raise ConfigError(
         f"{asked}: is not a run, because it has no {CONFIG} and no checkpoint; name the directory of a run"
@@ -190,7 +195,7 @@ def refuse_described_task(directory: Path) -> None:
     if _describes_task(directory):
         raise ConfigError(
             f"{directory}: its {CONFIG} describes the model and the data, which a program cannot replace; resume "
-            f"with: weft train --resume {shlex.quote(str(directory))}"
+            f"with: weft train --resume {as_argument(directory)}"
         )
 
 
@@ -211,7 +216,13 @@ def resuming(command: str | None, directory: Path) -> str:
     """
     if command is None:
         return f"resume={str(directory)!r}"
-    return f"{command} --resume {shlex.quote(str(directory))}"
+    return f"{command} --resume {as_argument(directory)}"
+
+
+def as_argument(directory: Path) -> str:
+    """Return `directory` as an argument of a printed command, which neither the shell nor `weft` takes for something
+    else."""
+    return shlex.quote(f"./{directory}" if str(directory).startswith("-") else str(directory))
 
 
 def remove_if_unused(run: Run) -> None:

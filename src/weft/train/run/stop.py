@@ -81,6 +81,11 @@ class StopRequest:
                 signal.signal(number, handler)
         self._before = {}
 
+    def forget(self) -> None:
+        """Forget the request, so that a run that was stopped can go on."""
+        self._event.clear()
+        self.is_training = False
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._requests.note_signal():
             return

@@ -70,15 +70,16 @@ class Watchdog:
         self._main = threading.get_ident()
         self._over = threading.Event()
         self._peers: Peers | None = None
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="weft-watchdog")
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Watchdog":
         return self.start()
 
     def start(self) -> "Watchdog":
-        """Start to watch, as `__enter__` does. A second call does nothing."""
+        """Start to watch, as `__enter__` does. Does nothing if this watchdog watches already."""
         if self.limit and self._peers is None:
-            self._since = time.monotonic()
+            self._since, self._over = time.monotonic(), threading.Event()
+            self._thread = threading.Thread(target=self._watch, args=(self._over,), daemon=True, name="weft-watchdog")
             self._thread.start()
             self._peers = Peers(self._state, self._hear)
             start_hang_detector()  # watches all collectives of weft from here on, including those in saves and loads
@@ -91,10 +92,11 @@ class Watchdog:
         trace: TracebackType | None = None,
     ) -> None:
         self._over.set()
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join(timeout=5)
         if self._peers is not None:
             self._peers.close()
+            self._peers = None
 
     def at(self, what: str, *, loosely: bool = False) -> None:
         """Record progress: this rank begins a phase, which messages call `what`. `loosely`: see the class."""
@@ -126,12 +128,12 @@ class Watchdog:
         self.said = failed + " ".join(str(said["line"]).split())
         self._said_at = time.monotonic() - (0 if said["failed"] else _GRACE_S)
 
-    def _watch(self) -> None:
+    def _watch(self, over: threading.Event) -> None:
         tick = min(1.0, self.limit / 5)
         seen, spent = -1, 0.0
         stack: tuple[tuple[str, int, str], ...] = ()
         done = -1
-        while not self._over.wait(tick):
+        while not over.wait(tick):
             if self.said is not None:
                 if time.monotonic() - self._said_at > _GRACE_S:
                     self.bark(self.said)

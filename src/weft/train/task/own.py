@@ -17,6 +17,8 @@ from weft.models import HybridModel
 from weft.train.config import TrainConfig
 from weft.train.errors import ConfigError
 from weft.train.experts import ExpertBalance
+from weft.train.generators import Generators, with_samplers
+from weft.train.run.process import seed_alike
 from weft.train.sections import LoopConfig
 from weft.train.sections.rules import require
 from weft.train.task.blocks import outermost, prepare, repeated_blocks
@@ -56,6 +58,7 @@ class OwnTask:
         _check_loss(loss)
         meshes = meshes_of(config, device)
         rank, ranks = meshes.dp_rank, meshes.dp_size
+        seed_alike(config.train.seed)  # a function may draw its data, or divide it, at random
         own = _of_rank("data", data, rank, ranks)
         self.batches = Stream(own, config.microbatches_per_step(ranks), config.train.microbatch_size, ranks)
         self.validation: Any = () if validation is None else _of_rank("validation", validation, rank, ranks)
@@ -116,16 +119,16 @@ class _Validation:
     microbatches."""
 
     def __init__(self, source: Iterable[Any]) -> None:
-        self._source = source
+        self.source = source
 
     def __iter__(self) -> Iterator[Any]:
         yields = False
-        for microbatch in self._source:
+        for microbatch in self.source:
             yields = True
             yield microbatch
         if not yields:
             raise ConfigError(
-                f"validation: {told(self._source)} yields no microbatch; pass an iterable that starts again each time, "
+                f"validation: {told(self.source)} yields no microbatch; pass an iterable that starts again each time, "
                 f"such as a list or a loader, or leave it out"
             )
 
@@ -175,8 +178,8 @@ class Stream:
 
     An iterable with `state_dict` and `load_state_dict` restores itself. Any other iterable is iterated again up to the
     saved position, with the random state from the start of the pass. It must yield the same microbatches for the same
-    random state and, if it has `set_epoch`, the same epoch. The random state includes the generators of a loader and of
-    its samplers, but not those of worker processes that persist.
+    random state and, if it or its sampler has `set_epoch`, the same epoch. The random state includes the generators of
+    a loader and of its samplers, but not those of worker processes that persist.
 
     If the position was saved by n ranks, and n differs from `ranks`, each rank continues at position p * n / `ranks`,
     where p is the saved position of rank 0. This is exact if the ranks take the microbatches of a pass in turn, and all
@@ -196,7 +199,7 @@ class Stream:
         self._last = 0
         """The number of microbatches in the previous pass."""
         self._iterator: Iterator[Any] | None = None
-        self._random = RandomState()
+        self._generators = Generators(source)
         self._begun: dict[str, Any] | None = None
         """The state of the random generators at the start of this pass; None for a source that restores itself."""
 
@@ -226,19 +229,14 @@ class Stream:
     def _start(self) -> Iterator[Any]:
         self._set_epoch()
         if not hasattr(self.source, "state_dict"):
-            self._begun = {**self._random.state_dict(), "own": [each.get_state() for each in self._generators()]}
+            self._begun = self._generators.state()
         return iter(self.source)
 
-    def _generators(self) -> list[torch.Generator]:
-        """Return the generators of a loader and of its samplers, which the global generators do not include."""
-        batches = getattr(self.source, "batch_sampler", None)
-        owners = (self.source, getattr(self.source, "sampler", None), batches, getattr(batches, "sampler", None))
-        found = (getattr(each, "generator", None) for each in owners)
-        return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
-
     def _set_epoch(self) -> None:
-        if hasattr(self.source, "set_epoch"):
-            self.source.set_epoch(self.epoch)
+        """Tell the number of the pass to the source or, if it has no `set_epoch`, to the samplers of the loader."""
+        for each in [self.source] if hasattr(self.source, "set_epoch") else with_samplers(self.source):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(self.epoch)
 
     def state_dict(self) -> dict[str, Any]:
         own = self.source.state_dict() if hasattr(self.source, "state_dict") else None
@@ -265,21 +263,13 @@ class Stream:
             self.source.load_state_dict(own)  # type: ignore[attr-defined]
             self._iterator = iter(self.source)
         elif self.taken:
-            now = self._random.state_dict()
+            now = RandomState().state_dict()
             if self.epoch and getattr(self.source, "persistent_workers", False):
                 # With persistent workers, a loader draws a seed in its first pass only. The restored pass was a later
                 # one, so the seed is drawn here, before the random state is restored.
                 iter(self.source)
             self._begun = begun
-            self._random.load_state_dict(begun)
-            generators, states = self._generators(), begun.get("own", [])
-            if len(generators) != len(states):
-                raise ConfigError(
-                    f"data: has {counted(len(generators), 'random generator')} of its own (loader and samplers), and "
-                    f"had {len(states)} when its position was saved; resume with the data that it was saved with"
-                )
-            for generator, state_then in zip(generators, states):
-                generator.set_state(state_then)
+            self._generators.restore(begun)
             self._iterator = iter(self.source)
             for done in range(self.taken):
                 if next(self._iterator, self) is self:
@@ -287,7 +277,7 @@ class Stream:
                         f"data: the checkpoint is {counted(self.taken, 'microbatch')} into a pass, but a pass over "
                         f"this data has {done}; resume with the data that it was saved with"
                     )
-            self._random.load_state_dict(now)
+            RandomState().load_state_dict(now)
 
     def load_from_other_ranks(self, state: dict[str, Any], rank: int, ranks: int) -> None:
         own, _, *known = state["own"]
@@ -315,8 +305,12 @@ def own_model(
     """Return your model, sharded as the configuration says. `model`, `shard`: as in `weft.train.Trainer`."""
     if shard is not None:
         check_callable("shard", shard, ["model"], "a function shard(model, **options)")
-    torch.manual_seed(config.train.seed)  # if `model` is a function: the same initial weights on every rank
+    seed_alike(config.train.seed)  # if `model` is a function: the same initial weights on every rank
     built = model if isinstance(model, nn.Module) else _on_meta(model)
+    if isinstance(built, weft.FSDPModule):
+        raise ConfigError(
+            "model: is already sharded, perhaps by an earlier trainer; build it anew, or pass a function that builds it"
+        )
     if not any(parameter.requires_grad for parameter in built.parameters()):
         raise ConfigError(
             f"model: {told(built)} has no parameter that requires a gradient, so there is nothing to train; unfreeze "
