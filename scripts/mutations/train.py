@@ -377,7 +377,7 @@ MUTATIONS = [
     Mutation(
         "a validation draws random numbers of the training",
         "Generators.unchanged",
-        "self.restore(before)",
+        "self._random.load_state_dict(random)",
         "pass",
         "train/test_trainer.py::test_a_validation_leaves_every_random_generator_as_it_was",
     ),

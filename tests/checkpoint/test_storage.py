@@ -5,6 +5,7 @@ import fcntl
 import os
 import pickle
 import threading
+import weakref
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -186,8 +187,7 @@ def test_without_flock_a_lease_keeps_the_second_writer_out_and_one_left_behind_i
     assert isinstance(first, Lease)
     with pytest.raises(CheckpointError, match="in use by another trainer or checkpoint manager of this program"):
         lock(tmp_path, timeout=0.0, say=said.append)
-    here, renewing = locking._owner(), threading.current_thread
-    monkeypatch.setattr(locking, "_owner", lambda: here if renewing().name == "weft-lease" else "13 on elsewhere")
+    monkeypatch.setattr(locking, "_held", weakref.WeakSet())  # as in another process
     with pytest.raises(CheckpointError, match=f"in use by another run .process {os.getpid()} on"):
         lock(tmp_path, timeout=0.7, say=said.append)  # longer than a lease stays that is not renewed
     assert len(said) == 1
@@ -206,6 +206,11 @@ def test_without_flock_a_lease_keeps_the_second_writer_out_and_one_left_behind_i
             break
     else:
         raise AssertionError("a lease that another run has now was not missed")
+
+
+def test_a_lease_of_a_killed_program_that_has_the_same_number_and_host_is_taken_over(tmp_path, without_flock):
+    (tmp_path / LEASE).write_text(f"{locking._owner()} 00ff-0")  # a container was restarted
+    lock(tmp_path, timeout=5.0, say=print).release()
 
 
 def test_a_lease_of_a_dead_process_of_this_host_is_taken_at_once(tmp_path, without_flock):

@@ -4,6 +4,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from tests.train.command import metrics, rewind, write_config
 from tests.train.test_loop import StopAt, full
+from weft.checkpoint import CheckpointManager
 from weft.models import HybridModel, hf
 from weft.train.config import load_config
 from weft.train.ema import WeightAverage
@@ -52,6 +53,19 @@ def test_a_step_that_is_skipped_does_not_count_in_the_average(pool, tmp_path):
     first, second, third = pool.run(1, averaged_with_a_skipped_step, path, tmp_path / "run")[0]
     assert all(torch.equal(second[name], value) for name, value in first.items())
     assert not all(torch.equal(third[name], value) for name, value in first.items())
+
+
+def test_averages_that_an_earlier_version_stored_in_bf16_are_loaded(tmp_path):
+    model = torch.nn.Linear(2, 2).bfloat16()
+    stored = {name: weight.detach() * 2 for name, weight in model.named_parameters()}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"ema": stored}, asynchronous=False)
+        average = WeightAverage(model, DECAY)
+        manager.load({"ema": average})
+    loaded = average.state_dict()
+    assert all(torch.equal(loaded[name], value.float()) for name, value in stored.items())
+    average.after_step()
+    assert not torch.equal(average.state_dict()["weight"], stored["weight"].float())
 
 
 def test_what_is_frozen_has_no_average_and_stays():

@@ -11,6 +11,7 @@ import tomllib
 from collections import UserDict
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -31,6 +32,7 @@ from weft.train import Trainer
 from weft.train.config import from_tables, load_config
 from weft.train.errors import ConfigError
 from weft.train.evaluate import evaluate, move
+from weft.train.generators import Generators
 from weft.train.loop import train
 from weft.train.run import runs
 from weft.train.source import Source
@@ -819,6 +821,14 @@ def random_states_of_steps(folder, every):
     note = {"step": lambda trainer, numbers: states.append((torch.get_rng_state(), own.get_state()))}
     make(folder, config=settings(folder, 3, validate_every=every), validation=held_out, callbacks=note).run()
     return states
+
+
+def test_a_loader_may_make_its_generator_while_the_random_state_is_kept():
+    loader = SimpleNamespace(generator=None)
+    with Generators(loader).unchanged():
+        loader.generator = torch.Generator().manual_seed(3)
+        drawn = torch.rand(1)
+    assert loader.generator.initial_seed() == 3 and torch.equal(drawn, torch.rand(1))
 
 
 @pytest.mark.slow

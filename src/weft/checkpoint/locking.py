@@ -14,6 +14,7 @@ import os
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +39,11 @@ class Lock(Protocol):
         ...
 
     def release(self) -> None: ...
+
+
+_held: "weakref.WeakSet[_Flock | Lease]" = weakref.WeakSet()
+"""The locks that this process holds. The text in a lock file does not tell whose it is: a program that restarts in a
+container often has the process number and the host name of the one that was killed."""
 
 
 def lock(directory: Path, *, timeout: float, say: Callable[[str], None]) -> Lock:
@@ -77,12 +83,14 @@ def lock(directory: Path, *, timeout: float, say: Callable[[str], None]) -> Lock
     except OSError:
         stream.close()
         raise
-    return _Flock(stream)
+    return _Flock(stream, directory)
 
 
 class _Flock:
-    def __init__(self, stream) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, stream, directory: Path) -> None:  # type: ignore[no-untyped-def]
         self._stream = stream
+        self.holder = _holder(directory)
+        _held.add(self)
 
     def check(self) -> None:
         pass
@@ -93,6 +101,7 @@ class _Flock:
         To close the file is not enough: processes that were forked from this one, such as data loader workers, have it
         open too, and would keep the lock.
         """
+        _held.discard(self)
         fcntl.flock(self._stream, fcntl.LOCK_UN)
         self._stream.close()
 
@@ -112,6 +121,8 @@ class Lease:
                 continue
             wait.on(now.rpartition(" ")[0] or "unknown")
         self._over, self._lost = threading.Event(), False
+        self.holder = _holder(directory)
+        _held.add(self)
         self._thread = threading.Thread(target=self._renew, daemon=True, name="weft-lease")
         self._thread.start()
 
@@ -120,6 +131,7 @@ class Lease:
             raise CheckpointError(f"{self._path} has been taken over by another run; stop one of the two")
 
     def release(self) -> None:
+        _held.discard(self)
         self._over.set()
         self._thread.join(timeout=RENEWED_S)
         if self._mark in self._read():
@@ -159,6 +171,7 @@ class Lease:
         while not self._over.wait(RENEWED_S):
             if self._mark not in self._read():
                 self._lost = True
+                _held.discard(self)
                 return
             number += 1
             with suppress(OSError):
@@ -173,7 +186,7 @@ class _Wait:
         self.is_said = self.is_collected = False
 
     def on(self, owner: str) -> None:
-        if owner == _owner():  # waiting is in vain, unless what holds the lock is garbage
+        if any(each.holder == _holder(self.directory) for each in _held):  # waiting is in vain, unless it is garbage
             if self.is_collected:
                 raise CheckpointError(
                     f"{self.directory} is in use by another trainer or checkpoint manager of this program; run, close "
@@ -193,6 +206,11 @@ class _Wait:
                 f"{self.directory} is in use by another run (process {owner}); stop it or choose another directory"
             )
         time.sleep(0.1)
+
+
+def _holder(directory: Path) -> tuple[int, str]:
+    """Return this process and the directory, whatever path names it. A forked process holds nothing."""
+    return os.getpid(), os.path.realpath(directory)
 
 
 def _owner() -> str:

@@ -107,7 +107,7 @@ def continuations(
     A continuation ends at a token of `ends`, which is not yielded, or after `most` tokens. A step in which every entry
     is None is not yielded. The iterator ends when all continuations have ended. `options`: keyword arguments of
     `generate`, with tensors on the device of the model's parameters. The first step raises `ValueError` for a prompt
-    without tokens.
+    without tokens. If the model is sharded, all ranks pass equally many prompts, at least one.
     """
     lengths = [len(prompt) for prompt in prompts]
     if not all(lengths):

@@ -119,7 +119,7 @@ class HybridModel(nn.Module):
         made = memo[id(self)] = type(self).__new__(type(self))
         vars(made).update(deepcopy(vars(self), memo))
         for before, after in zip(self.parameters(), made.parameters()):
-            vars(after).update(vars(before))
+            vars(after).update(deepcopy(vars(before), memo))
         return made
 
     @property

@@ -37,12 +37,14 @@ class Generators:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Restore the generators when this context ends."""
-        before = self.state()
+        """Restore the generators when this context ends. A loader may make its generator inside of it."""
+        random, own = self._random.state_dict(), [(each, each.get_state()) for each in self._own()]
         try:
             yield
         finally:
-            self.restore(before)
+            self._random.load_state_dict(random)
+            for generator, state_then in own:
+                generator.set_state(state_then)
 
     def _own(self) -> list[torch.Generator]:
         found = (getattr(each, "generator", None) for each in with_samplers(self._source))

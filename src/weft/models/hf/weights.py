@@ -200,12 +200,16 @@ def _tensors(model: Any) -> dict[str, Tensor]:
     tensors = {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     wanted = shapes_of(model.cfg)
     names = tensors if model.cut is not None and model.cut.ranks > 1 else tensors | wanted
-    if strange := [name for name in names if name not in tensors or wanted.get(name) != [*tensors[name].shape]]:
+    if strange := [name for name in names if name not in tensors or wanted.get(name) != _shape(tensors[name])]:
         raise ConversionError(
-            f"the model and its configuration differ in {listed(strange, 3)}: merge adapters, remove parametrizations, "
-            f"and build models of other sizes from a configuration with these sizes"
+            f"the model and its configuration differ in {listed(strange, 3)}: merge adapters, remove parametrizations "
+            f"and state of your own, and build models of other sizes from a configuration with these sizes"
         )
     return tensors
+
+
+def _shape(entry: Any) -> list[int] | None:
+    return [*entry.shape] if isinstance(entry, Tensor) else None  # None: an extra state
 
 
 def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

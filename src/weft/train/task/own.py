@@ -58,10 +58,10 @@ class OwnTask:
         _check_loss(loss)
         meshes = meshes_of(config, device)
         rank, ranks = meshes.dp_rank, meshes.dp_size
-        seed_alike(config.train.seed)  # a function may draw its data, or divide it, at random
-        own = _of_rank("data", data, rank, ranks)
+        seed = config.train.seed
+        own = _of_rank("data", data, rank, ranks, seed)
         self.batches = Stream(own, config.microbatches_per_step(ranks), config.train.microbatch_size, ranks)
-        self.validation: Any = () if validation is None else _of_rank("validation", validation, rank, ranks)
+        self.validation: Any = () if validation is None else _of_rank("validation", validation, rank, ranks, seed)
         _refuse_no_validation(validation, self.validation, config)
         if isinstance(self.validation, Iterator):
             raise ConfigError(
@@ -307,7 +307,7 @@ def own_model(
         check_callable("shard", shard, ["model"], "a function shard(model, **options)")
     seed_alike(config.train.seed)  # if `model` is a function: the same initial weights on every rank
     built = model if isinstance(model, nn.Module) else _on_meta(model)
-    if isinstance(built, weft.FSDPModule):
+    if shard is None and any(isinstance(each, weft.FSDPModule) for each in built.modules()):
         raise ConfigError(
             "model: is already sharded, perhaps by an earlier trainer; build it anew, or pass a function that builds it"
         )
@@ -353,8 +353,9 @@ def _check_loss(loss: LossFunction) -> None:
     check_callable("loss", loss, ["model", "batch"], wanted)
 
 
-def _of_rank(name: str, data: Data, rank: int, ranks: int) -> Iterable[Any]:
-    """Return the microbatches of a rank. `data`: as in `weft.train.Trainer`. `name`: its argument, for messages."""
+def _of_rank(name: str, data: Data, rank: int, ranks: int, seed: int) -> Iterable[Any]:
+    """Return the microbatches of a rank. `data`: as in `weft.train.Trainer`. `name`: its argument, for messages. Before
+    `data` is called, the random generators are seeded with `seed`."""
     wanted = "an iterable of microbatches, or a function (rank, ranks) that returns one"
     if isinstance(data, Iterator):
         raise ConfigError(
@@ -365,6 +366,7 @@ def _of_rank(name: str, data: Data, rank: int, ranks: int) -> Iterable[Any]:
     if not callable(data):
         raise ConfigError(f"{name}: {told(data)} is neither an iterable nor a function (rank, ranks); pass one")
     check_callable(name, data, ["rank", "ranks"], wanted)
+    seed_alike(seed)  # the ranks may divide the data by a random order, which must be the same on all of them
     found = data(rank, ranks)
     if not isinstance(found, Iterable):
         raise ConfigError(f"{name}: {told(data)} returns {told(found)}, which has no microbatches; pass {wanted}")
