@@ -216,6 +216,10 @@ def test_other_uses_of_a_quantized_weight_are_refused():
     net = weft.fully_shard(Reads(32, 32), mp_policy=policy)
     with pytest.raises(TypeError, match=r"t of 'weight' of .*Reads.*compute=\"scaled\".*quantize"):
         net(torch.ones(2, 32))
+    casts = weft.fully_shard(nn.Linear(32, 32), mp_policy=policy)
+    casts.register_forward_pre_hook(lambda module, args: args[0].to(module.weight.dtype))
+    with pytest.raises(TypeError, match=r"input of 'weight' of .*Linear.* is of torch.float8.*do not cast"):
+        casts(torch.ones(2, 32))
     experts = nn.Module()
     experts.weight = nn.Parameter(torch.zeros(2, 32, 32))
     chosen = weft.MixedPrecisionPolicy(param_quantization=recipe, quantize=lambda name, p: True)
@@ -227,6 +231,18 @@ def test_other_uses_of_a_quantized_weight_are_refused():
         weft.fully_shard(parallel, mesh=tp["dp"], mp_policy=policy)
     only = weft.fully_shard(nn.Bilinear(32, 32, 32), mp_policy=policy)
     assert [group.recipe.quantization for group in only._weft_unit.groups] == [None], "of no linear layer"
+
+
+@distributed(2)
+def test_attention_of_torch_keeps_its_output_projection_unquantized():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0)
+    policy = weft.MixedPrecisionPolicy(BF16, FP32, param_quantization=rowwise(compute="scaled"))
+    weft.fully_shard(layer, mp_policy=policy)
+    groups = layer._weft_unit.groups
+    quantized = [each.name for group in groups if group.recipe.quantization for each in group.parameters]
+    assert sorted(quantized) == ["linear1.weight", "linear2.weight"]
+    layer(torch.randn(5, 2, 32)).float().square().mean().backward()
+    assert all(nets.full(parameter.grad).any() for parameter in layer.parameters())
 
 
 def test_operators_that_would_lose_scales_or_gradients_of_a_quantized_weight_are_refused(world):
@@ -302,3 +318,29 @@ def test_biases_of_experts_are_not_quantized_by_default(compute):
     assert quantized == {name: not name.endswith("_bias") for name in quantized} and len(quantized) == 6
     experts(torch.randn(8, 32), torch.tensor([3, 8], dtype=torch.int32)).float().square().mean().backward()
     assert all(nets.full(parameter.grad).any() for parameter in experts.parameters())
+
+
+@distributed(2)
+def test_experts_on_a_rank_without_rows_and_under_autocast_compute():
+    torch.manual_seed(0)
+    whole, rank = torch.randn(6, 32), dist.get_rank()
+    for recipe in (tensorwise, lambda **options: blockwise(16, 16, **options), mx):
+        torch.manual_seed(0)
+        experts = GroupedExperts(3, 32, 32)
+        policy = weft.MixedPrecisionPolicy(BF16, FP32, param_quantization=recipe(compute="scaled"))
+        weft.fully_shard(experts, mp_policy=policy)
+        found = []
+        for held, autocast in ((6, False), (6, True), (0, False), (0, True)):
+            count = held if rank else 6
+            x, ends = whole[:count].clone().requires_grad_(), torch.tensor([2, 2, 6], dtype=torch.int32)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                output = experts(x, ends.clamp(max=count))
+            assert output.dtype == BF16 and output.shape == (count, 32)
+            output.float().sum().backward()
+            assert x.grad.shape == x.shape
+            found.append([nets.full(parameter.grad) for parameter in experts.parameters()])
+            experts.zero_grad()
+        both, cast, one, one_cast = found
+        for of_both, of_cast, of_one, of_one_cast in zip(both, cast, one, one_cast):
+            assert torch.equal(of_cast, of_both) and torch.equal(of_one_cast, of_one)
+            assert torch.equal(of_one, of_both / 2) and of_one[0].any() and not of_one[1].any()

@@ -117,6 +117,16 @@ def test_autocast_reaches_the_experts(backend):
     assert torch.equal(output, module.bfloat16()(rows.bfloat16(), offsets))
 
 
+def test_autocast_leaves_experts_in_fp64_as_it_leaves_a_linear_layer():
+    torch.manual_seed(1)
+    module = GroupedExperts(3, 16, 24).double()
+    rows, offsets = torch.randn(6, 16, dtype=torch.float64), torch.tensor([2, 2, 6], dtype=torch.int32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.nn.Linear(16, 16).double()(rows).dtype == torch.float64
+        output = module(rows, offsets)
+    assert output.dtype == torch.float64 and torch.equal(output, module(rows, offsets))
+
+
 def test_the_grouped_product_gets_the_parameters_themselves():
     module = GroupedExperts(2, 8, 8)
     seen = []

@@ -63,6 +63,20 @@ def test_both_operands_hold_what_their_recipes_keep():
         assert torch.equal(scaled_product(gradient, payload, scales, recipe, dim=-2), wanted.bfloat16())
 
 
+def test_autocast_rounds_no_operand_once_more():
+    x, weight = operands()
+    ends = torch.tensor([5, 24], dtype=torch.int32)
+    for recipe in RECIPES:
+        payload, scales = quantize(weight, recipe)
+        wanted = scaled_product(x, payload, scales, recipe)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(scaled_product(x, payload, scales, recipe), wanted)
+    payload, scales = quantize(torch.stack([weight, weight]), tensorwise())
+    wanted = scaled_product(x, payload, scales, tensorwise(), offsets=ends)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(scaled_product(x, payload, scales, tensorwise(), offsets=ends), wanted)
+
+
 def test_the_last_block_of_a_sum_over_rows_may_be_shorter():
     recipe, weight, gradient = mx(32).along(-2), torch.randn(40, 64), torch.randn(24, 40)
     payload, scales = quantize(weight, recipe)
@@ -94,6 +108,8 @@ def test_weights_without_a_product_on_a_device_are_refused_by_name(monkeypatch):
     assert "no such product on cuda:0" in missing(tensorwise(), (2, 48, 64), bf16, cuda)
     assert "multiples of 16" in missing(rowwise(), (40, 64), bf16, cuda)
     assert "blockwise() or mx(32)" in missing(nvfp4(), (2, 48, 64), bf16, cpu)
+    assert "multiples of 8" in missing(tensorwise(), (2, 20, 64), bf16, cpu)
+    assert missing(tensorwise(), (2, 20, 64), torch.float32, cpu) is missing(tensorwise(), (20, 9), bf16, cpu) is None
     assert "narrower than torch.float64" in missing(rowwise(), (48, 64), torch.float64, cpu)
     monkeypatch.undo()
     assert products._kernel_failure("rowwise", bf16, cpu) is None

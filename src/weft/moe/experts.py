@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weft.dtensor.tensor_parallel import EXPERT
 from weft.fsdp.gradients.direct import local_part
+from weft.fsdp.gradients.products import is_scaled
 from weft.moe.kinds import ACTS, CLAMP, GATED, Clamp
 from weft.moe.mlp import activated
 from weft.moe.parts import PARTS, part
@@ -156,12 +157,14 @@ class GroupedExperts(nn.Module):
     def _computed(self, rows: Tensor, offsets: Tensor) -> Tensor:
         names = (*self._parameters, *getattr(self, "parametrizations", ()))
         weights = {name: local_part(part(self, name)) for name in names}
-        if torch.is_autocast_enabled(rows.device.type):  # autocast does not cast for grouped_mm
+        # Autocast does not cast for grouped_mm. In other products it leaves fp64 as it is.
+        if torch.is_autocast_enabled(rows.device.type) and rows.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(rows.device.type)
-            rows, weights = rows.to(dtype), {name: weight.to(dtype) for name, weight in weights.items()}
+            rows = rows.to(dtype)
+            weights = {name: weight if is_scaled(weight) else weight.to(dtype) for name, weight in weights.items()}
         multiply = _loop
         if self.backend == "grouped_mm" and self._fits(rows, weights["up_proj"].shape):
-            multiply = _grouped if len(rows) else _nothing
+            multiply = _grouped if len(rows) or is_scaled(weights["up_proj"]) else _nothing
         owner = _owners(rows, offsets) if "up_proj" + BIAS in weights else None
 
         def project(name: str, rows: Tensor) -> Tensor:

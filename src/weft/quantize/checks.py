@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from weft.dtensor.tensor_parallel import TensorParallel
 from weft.quantize.products import missing_product
@@ -17,8 +18,9 @@ def suits(recipe: Quantization, parameter: nn.Parameter, owners: Sequence[tuple[
 
     The parameter must have two or three dimensions. Weights of `nn.Embedding` and `nn.EmbeddingBag` are not quantized,
     nor are biases of `GroupedExperts`. With `compute="scaled"`, every module that has the parameter must also support
-    quantized weights, as `nn.Linear` and `GroupedExperts` do. `owners`: for each module that has the parameter, a weak
-    reference to the module and the name of the parameter in it.
+    quantized weights, as `nn.Linear` and `GroupedExperts` do, but not the output projection of `nn.MultiheadAttention`.
+    `owners`: for each module that has the parameter, a weak reference to the module and the name of the parameter in
+    it.
     """
     return parameter.ndim in (2, 3) and all(_suits(recipe, ref(), attribute) for ref, attribute in owners)
 
@@ -51,7 +53,8 @@ def _suits(recipe: Quantization, module: nn.Module | None, attribute: str) -> bo
     if (multiplied := getattr(module, "multiplied_parameters", None)) is not None:
         return attribute in multiplied
     if recipe.is_scaled:
-        return isinstance(module, nn.Linear) and attribute == "weight"
+        read_elsewhere = isinstance(module, NonDynamicallyQuantizableLinear)  # by the forward of nn.MultiheadAttention
+        return isinstance(module, nn.Linear) and not read_elsewhere and attribute == "weight"
     return not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 

@@ -71,7 +71,8 @@ def scaled_product(
         whole = F.pad(x, (0, -x.shape[-1] % other.block[1])) if other.kind == "mx" else x
         rows = dequantize(*quantize(whole, other), other)[:, : x.shape[-1]]
     weight = weight.mT if dim == -1 else weight
-    product = rows @ weight if offsets is None else torch._grouped_mm(rows, weight, offsets)
+    with torch.autocast(x.device.type, enabled=False):  # it would round both operands once more
+        product = rows @ weight if offsets is None else torch._grouped_mm(rows, weight, offsets)
     return product.to(x.dtype)
 
 
@@ -101,6 +102,8 @@ def missing_product(
             f"stacks of [in, out] matrices, such as experts, are summed over their rows, but the scales of {recipe} "
             f"differ along rows; choose tensorwise(), blockwise() or mx(32)"
         )
+    if len(shape) == 3 and any(side * dtype.itemsize % 16 for side in shape[1:]):
+        return f"in {dtype}, the sides of stacked matrices must be multiples of {16 // dtype.itemsize}"
     if device.type != "cuda":
         return None
     if recipe.kind not in ("tensorwise", "rowwise") or len(shape) != 2:

@@ -78,6 +78,8 @@ class Grouped:
 
     @staticmethod
     def weight_gradient(gradient: Tensor, x: Tensor, offs: Tensor) -> Tensor:
+        if not len(x):  # an empty gradient may have strides that the product refuses
+            return x.new_zeros(len(offs), x.shape[1], gradient.shape[1])
         return torch._grouped_mm(x.t(), gradient, offs)
 
 
@@ -182,6 +184,12 @@ class Scaled(torch.Tensor):
             given = [*args, *(kwargs.get(name) for name in kind.arguments[len(args) :])]
             x, weight, beside = given[:3]
             if is_scaled(weight) and not is_scaled(x) and not any(each is not None for each in given[3:]):
+                if x.dtype == weight.dtype:
+                    record = record_of(parameter_of(weight))
+                    raise TypeError(
+                        f"the input of {record} is of {x.dtype}, as are the codes of this quantized weight: do not "
+                        "cast an input to `weight.dtype`"
+                    )
                 if kind is KINDS[F.linear] and x.dim() == 1:
                     return cls.__torch_function__(func, types, (x[None], weight, beside))[0]
                 return Product.apply(None, SCALED[kind], x, weight, beside)
