@@ -379,6 +379,13 @@ MUTATIONS = [
         "Generators.unchanged",
         "self._random.load_state_dict(random)",
         "pass",
+        "train/test_trainer.py::test_a_loader_may_make_its_generator_while_the_random_state_is_kept",
+    ),
+    Mutation(
+        "a validation draws from the generator that training draws from",
+        "Generators.unchanged",
+        "generator.set_state(state_then)",
+        "pass",
         "train/test_trainer.py::test_a_validation_leaves_every_random_generator_as_it_was",
     ),
     Mutation(
