@@ -182,11 +182,13 @@ class Lease:
 class _Wait:
     def __init__(self, directory: Path, timeout: float, say: Callable[[str], None]) -> None:
         self.directory, self.timeout, self.say = directory, timeout, say
+        self.holder = _holder(directory)
         self.deadline = time.monotonic() + timeout
         self.is_said = self.is_collected = False
 
     def on(self, owner: str) -> None:
-        if any(each.holder == _holder(self.directory) for each in _held):  # waiting is in vain, unless it is garbage
+        # Waiting for a lock of this process is in vain, unless the object that holds the lock is garbage.
+        if any(each.holder == self.holder for each in _held):
             if self.is_collected:
                 raise CheckpointError(
                     f"{self.directory} is in use by another trainer or checkpoint manager of this program; run, close "

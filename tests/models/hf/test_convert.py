@@ -252,7 +252,13 @@ def shortened(model):
     del model.decoder.layers[1]
 
 
-@pytest.mark.parametrize("change", [adapted, parametrized, enlarged, shortened])
+def stateful(model):
+    """An extra state, which is no tensor."""
+    layer = model.decoder.layers[0]
+    layer.__class__ = type("Stateful", (type(layer),), {"get_extra_state": lambda self: {"step": 1}})
+
+
+@pytest.mark.parametrize("change", [adapted, parametrized, enlarged, shortened, stateful])
 def test_tensors_that_a_configuration_does_not_describe_are_named(there, tmp_path, change):
     model = hf.from_pretrained(there)
     change(model)

@@ -198,18 +198,15 @@ def _tensors(model: Any) -> dict[str, Tensor]:
     if not isinstance(model, HybridModel):
         raise TypeError(f"got a {type(model).__name__}: pass the HybridModel, without a module around it")
     tensors = {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    found = {name: [*each.shape] if isinstance(each, Tensor) else "an extra state" for name, each in tensors.items()}
     wanted = shapes_of(model.cfg)
-    names = tensors if model.cut is not None and model.cut.ranks > 1 else tensors | wanted
-    if strange := [name for name in names if name not in tensors or wanted.get(name) != _shape(tensors[name])]:
+    names = found if model.cut is not None and model.cut.ranks > 1 else found | wanted
+    if strange := [name for name in names if found.get(name) != wanted.get(name)]:
         raise ConversionError(
             f"the model and its configuration differ in {listed(strange, 3)}: merge adapters, remove parametrizations "
             f"and state of your own, and build models of other sizes from a configuration with these sizes"
         )
     return tensors
-
-
-def _shape(entry: Any) -> list[int] | None:
-    return [*entry.shape] if isinstance(entry, Tensor) else None  # None: an extra state
 
 
 def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
