@@ -211,7 +211,7 @@ class _Wait:
 
 
 def _holder(directory: Path) -> tuple[int, str]:
-    """Return this process and the directory, whatever path names it. A forked process holds nothing."""
+    """Return the process number and the real path of `directory`. A forked process has a different number."""
     return os.getpid(), os.path.realpath(directory)
 
 

@@ -178,8 +178,10 @@ def rate_and_norm(learning_rate: Curve, gradient_norm: Curve, resumed: Sequence[
 
 
 def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
-    """Draw memory, one bar per role of each rank, in one color at rest and another at the peak of a step. `groups`: the
-    result of `memory_groups`."""
+    """Draw a bar for each role of memory on each rank. One color is memory at rest, the other the peak of a step.
+
+    `groups`: the result of `memory_groups`.
+    """
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
